@@ -1,0 +1,1 @@
+"""The module trace: hooks, sites, buffer, ledger and the `Tracer`. Has no opinion."""

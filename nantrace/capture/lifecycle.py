@@ -1,0 +1,189 @@
+"""The life of a step, seen from outside the model: backward roots, optimizers and gradient scalers.
+
+PyTorch has hooks for optimizers but none for the root of a backward pass nor for `GradScaler`, which calls no hook at all
+when it skips an update. Those are wrapped while somebody watches, once for the whole process however many watch, and put
+back when the last one leaves. The wrappers pass every argument, result and exception through unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class StepListener:
+    """What can be heard. Override what you need; nothing here does anything.
+
+    Called on the thread that entered the `Lifecycle`, only for what happens on that thread. An exception that a listener
+    raises goes to its own `recorder_failed` and never reaches the user's step.
+    """
+
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
+        """`.backward()` (accumulates) or `autograd.grad`; nested: called from inside another backward pass."""
+
+    def backward_ends(self, accumulates: bool, nested: bool, failed: bool) -> None: ...
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """Not called when the optimizer raised. Called for a fused optimizer whose kernel skipped: see `found_inf`."""
+
+    def scaler_seen(self, scaler: torch.amp.GradScaler) -> None:
+        """Before the first change that a scaler goes through while watched."""
+
+    def scaler_stepped(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
+    ) -> None:
+        """After `scaler.step(optimizer)`. The update was skipped if any of `found_inf` (on device, unread) is positive."""
+
+    def scaler_updates(self, scaler: torch.amp.GradScaler) -> None:
+        """Before `scaler.update()`."""
+
+    def scaler_updated(self, scaler: torch.amp.GradScaler) -> None: ...
+
+    def recorder_failed(self, error: Exception) -> None:
+        """A method of this listener raised."""
+
+
+class Lifecycle:
+    """Tells one listener what happens between `__enter__` and `__exit__`.
+
+    Example:
+        >>> with Lifecycle(listener):
+        ...     loss.backward()
+        ...     optimizer.step()
+    """
+
+    def __init__(self, listener: StepListener) -> None:
+        self.listener = listener
+        self.thread: int | None = None
+        self.scalers: dict[int, torch.amp.GradScaler] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Lifecycle:
+        self.thread = threading.get_ident()
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda opt, args, kwargs: self.tell("optimizer_begins", opt)),
+            register_optimizer_step_post_hook(lambda opt, args, kwargs: self.tell("optimizer_ends", opt)),
+        ]
+        _watch(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _unwatch(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def tell(self, what: str, *args: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        try:
+            getattr(self.listener, what)(*args)
+        except Exception as error:
+            self.listener.recorder_failed(error)
+
+    def see(self, scaler: torch.amp.GradScaler) -> None:
+        if id(scaler) not in self.scalers and threading.get_ident() == self.thread:
+            self.scalers[id(scaler)] = scaler
+            self.tell("scaler_seen", scaler)
+
+
+# The wrappers are process-wide, and so is the list of those they report to.
+_watching: list[Lifecycle] = []
+_originals: dict[tuple[Any, str], Any] = {}
+_lock = threading.Lock()
+
+
+def _watch(lifecycle: Lifecycle) -> None:
+    with _lock:
+        if not _watching:
+            scaler = torch.amp.GradScaler
+            _wrap(torch.autograd, "_engine_run_backward", _backward)
+            _wrap(scaler, "scale", _sees_scaler)
+            _wrap(scaler, "unscale_", _sees_scaler)
+            _wrap(scaler, "step", _scaler_step)
+            _wrap(scaler, "update", _scaler_update)
+        _watching.append(lifecycle)
+
+
+def _unwatch(lifecycle: Lifecycle) -> None:
+    with _lock:
+        if lifecycle in _watching:
+            _watching.remove(lifecycle)
+        if not _watching:
+            for (owner, name), original in _originals.items():
+                setattr(owner, name, original)
+            _originals.clear()
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    _originals[owner, name] = original
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def _tell_all(what: str, *args: Any) -> None:
+    for lifecycle in tuple(_watching):
+        lifecycle.tell(what, *args)
+
+
+def _backward(original: Any) -> Callable[..., Any]:
+    def nantrace_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        accumulates = bool(kwargs.get("accumulate_grad", args[-1] if args and isinstance(args[-1], bool) else True))
+        nested = torch._C._current_graph_task_id() >= 0
+        roots = tuple(root for root in t_outputs if isinstance(root, torch.Tensor))
+        _tell_all("backward_begins", roots, accumulates, nested)
+        failed = True
+        try:
+            result = original(t_outputs, *args, **kwargs)
+            failed = False
+            return result
+        finally:
+            _tell_all("backward_ends", accumulates, nested, failed)
+
+    return nantrace_backward
+
+
+def _sees_scaler(original: Any) -> Callable[..., Any]:
+    def nantrace_scaler(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        for lifecycle in tuple(_watching):
+            lifecycle.see(self)
+        return original(self, *args, **kwargs)
+
+    return nantrace_scaler
+
+
+def _scaler_step(original: Any) -> Callable[..., Any]:
+    def nantrace_scaler_step(
+        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        for lifecycle in tuple(_watching):
+            lifecycle.see(self)
+        result = original(self, optimizer, *args, **kwargs)
+        state = self._per_optimizer_states.get(id(optimizer), {}) if self.is_enabled() else {}
+        found = tuple(state.get("found_inf_per_device", {}).values())  # update() clears it
+        _tell_all("scaler_stepped", self, optimizer, found)
+        return result
+
+    return nantrace_scaler_step
+
+
+def _scaler_update(original: Any) -> Callable[..., Any]:
+    def nantrace_scaler_update(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        for lifecycle in tuple(_watching):
+            lifecycle.see(self)
+        _tell_all("scaler_updates", self)
+        result = original(self, *args, **kwargs)
+        _tell_all("scaler_updated", self)
+        return result
+
+    return nantrace_scaler_update

@@ -1,0 +1,211 @@
+"""What was seen: phases, roles, sites, the row of an event, and the `Trace` value that holds them.
+
+Knows no torch, no HDF5 and no opinion. A `Trace` is a plain value: capture builds it, store writes and reads it,
+diagnosis judges it, render shows it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nantrace.lineage import Lineage
+
+
+class _Labelled(enum.IntEnum):
+    """An integer in the file, a lower-case word everywhere else."""
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Phase(_Labelled):
+    """When in the step a tensor was seen."""
+
+    FORWARD = 0
+    LOSS = 1  # outside the model, before backward
+    BACKWARD = 2
+    RECOMPUTE = 3  # activation checkpointing runs forward again inside backward
+    POST_BACKWARD = 4  # between backward and the optimizer: unscale, clip, all-reduce
+    OPTIMIZER = 5  # what the optimizer sees before it updates
+    UPDATE = 6  # what an update left behind
+
+
+class Role(_Labelled):
+    """What a tensor is at its site."""
+
+    INPUT = 0
+    OUTPUT = 1
+    GRAD_OUTPUT = 2  # gradient of the loss with respect to a module's output
+    GRAD_INPUT = 3  # the same with respect to a module's input
+    PARAM = 4
+    GRAD = 5  # accumulated gradient of a parameter
+    BUFFER = 6
+    STATE = 7  # optimizer state
+    LOSS = 8
+    OP = 9  # output of one aten op
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a tensor is looked at.
+
+    Attributes:
+        module: FQN of the module; "" the model itself; "<ClassName>" a module outside the model; None no module.
+        phase: when in the step.
+        role: what the tensor is there.
+        slot: which tensor of that role, for example "output[0].logits", "args[0]", "weight", "exp_avg" or "batch.wav".
+        dtype: torch's name without the prefix: "float16".
+        shape: sizes, in elements.
+        op, node, where: for role `op`: the aten op, its autograd node, the user's source line; None otherwise.
+    """
+
+    module: str | None
+    phase: Phase
+    role: Role
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    op: str | None = None
+    node: str | None = None
+    where: str | None = None
+
+    @property
+    def tensor(self) -> str:
+        """The full name of the tensor: "head.bias", "batch.wav", "block.1.ff.wo output[0]"."""
+        if self.role in (Role.PARAM, Role.BUFFER):
+            return f"{self.module}.{self.slot}" if self.module else self.slot
+        if self.role in (Role.GRAD, Role.STATE) or self.module is None:
+            return self.slot
+        return f"{self.module or '(model)'} {self.slot}"
+
+
+class Columns(enum.IntFlag):
+    """Which optional columns of a row were measured."""
+
+    ABSMIN = 1
+    ZERO = 2
+    SUBNORMAL = 4
+    SATURATED = 8
+    FIRST_BAD = 16
+
+    @classmethod
+    def full(cls) -> Columns:
+        return cls(31)
+
+
+#: One row an event: the statistics of one tensor at one site in one step. `min`, `max` and `absmin` are NaN when no
+#: finite (for absmin: no finite nonzero) element exists or the column was not measured; `first_bad` is -1 if there is
+#: none; `zero`, `subnormal` and `saturated` stop at 2**32 - 1; `columns` is a `Columns` mask.
+EVENT = np.dtype(
+    [
+        ("seq", "<u8"),  # from 1: the order of execution over the whole trace
+        ("step", "<u4"),  # from 0
+        ("site", "<u4"),  # row of the site table
+        ("call", "<u4"),  # which call of a module this belongs to, from 1 within a trace; 0 none
+        ("numel", "<u8"),
+        ("finite", "<u8"),
+        ("nan", "<u8"),
+        ("posinf", "<u8"),
+        ("neginf", "<u8"),
+        ("min", "<f8"),
+        ("max", "<f8"),
+        ("absmin", "<f8"),
+        ("first_bad", "<i8"),
+        ("zero", "<u4"),
+        ("subnormal", "<u4"),
+        ("saturated", "<u4"),
+        ("columns", "u1"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """Statistics of one tensor; extended columns are None when they were not measured.
+
+    Attributes:
+        numel, finite, nan, posinf, neginf: exact counts of elements (complex: nonfinite if either part is).
+        min, max: over the finite elements (complex: over both parts); None if there is none.
+        first_bad: flat index (row-major) of the first nonfinite element, -1 if there is none.
+        absmin: smallest nonzero finite magnitude; None if there is none.
+        zero, subnormal, saturated: counts of elements that are 0, subnormal, or of the dtype's largest magnitude.
+        observed: False when the values could not be read (meta or fake tensors, freed storage); `why` says the reason.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    numel: int
+    finite: int
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    min: float | None = None
+    max: float | None = None
+    first_bad: int | None = None
+    absmin: float | None = None
+    zero: int | None = None
+    subnormal: int | None = None
+    saturated: int | None = None
+    observed: bool = True
+    why: str | None = None
+
+    @property
+    def nonfinite(self) -> int:
+        return self.nan + self.posinf + self.neginf
+
+    @property
+    def absmax(self) -> float | None:
+        """Largest finite magnitude."""
+        if self.min is None or self.max is None:
+            return None
+        return max(abs(self.min), abs(self.max))
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """One module of the traced model: its name, its class, and other names under which the same object is reached."""
+
+    fqn: str
+    cls: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One or more traced steps, as a value.
+
+    Attributes:
+        events: structured array of dtype `EVENT`, in order of execution.
+        sites: the site table; `events["site"]` indexes it.
+        modules: the model's modules, parents before children.
+        steps: one mapping a step (the ledger): "step", "first_seq", "events", "loss", "lr", "scale_before",
+            "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved"; absent keys were
+            not recorded.
+        meta: what holds for the whole trace: versions, device, options, notes on coverage.
+        lineage: the flow of nonfinite values, when ops were recorded.
+        complete: False when the writer did not close the file.
+        path: where the trace was loaded from, as given by the caller.
+    """
+
+    events: npt.NDArray[np.void]
+    sites: tuple[Site, ...]
+    modules: tuple[ModuleEntry, ...] = ()
+    steps: tuple[Mapping[str, Any], ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Lineage | None = None
+    complete: bool = True
+    path: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def site(self, event: np.void) -> Site:
+        """The site of one row of `events`."""
+        return self.sites[int(event["site"])]

@@ -1,0 +1,118 @@
+"""The flow of nonfinite values through one replay, as a value: who wrote each, who read it, where it ended.
+
+`flow` records it op by op, `diagnosis` follows it from sinks back to births, `store` keeps it as JSON. Knows no torch.
+
+Every nonfinite tensor that an op puts out is one `OpEvent`. Its parents are the events that wrote the nonfinite
+elements which the op read. A tensor that held nonfinite values before the recorder saw anybody write them is an
+external event: the batch, a parameter, a buffer, an optimizer moment, or a constant that the step itself held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: How an event came to be nonfinite. `nan`: NaN out, none in. `inf`: infinity out, all finite in. `inserted`: explained
+#: by a nonfinite literal alone. `uninit`: memory nobody wrote. `external`: so before the step. `propagated`: the rest.
+Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
+Category = Literal["batch", "param", "buffer", "moment", "constant"]
+Excuse = Literal["skip", "guard", "soft", "returned"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor argument of an op, as it was before the call."""
+
+    name: str  # the argument's name in the op's schema, with an index inside a list: "mat1", "tensors[3]"
+    dtype: str
+    shape: tuple[int, ...]
+    nan: int
+    posinf: int
+    neginf: int
+    min: float | None
+    max: float | None
+    absmin: float | None = None
+    zero: int | None = None
+    tensor: str | None = None  # its name where it has one: "head.bias", "batch.wav"
+
+
+@dataclass
+class OpEvent:
+    """One nonfinite output of one op (or one external tensor found nonfinite).
+
+    `id` is its index in `Lineage.events` plus 1. `time` counts dispatched ops. `node_key` identifies one run of one
+    autograd node. Parents are ids: of those who wrote the NaN elements read, and of those who wrote the infinities.
+    """
+
+    id: int
+    time: int
+    op: str | None
+    kind: Kind
+    phase: str | None
+    module: str | None
+    node: str | None
+    where: str | None
+    iteration: int
+    dtype: str
+    shape: tuple[int, ...] = ()
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    min: float | None = None
+    max: float | None = None
+    first_bad: int = -1
+    samples: tuple[int, ...] = ()  # indices along dim 0 that hold a nonfinite element, if dim 0 is the batch
+    nan_parents: tuple[int, ...] = ()
+    inf_parents: tuple[int, ...] = ()
+    node_key: tuple[int, int, str] | None = None
+    outputs: int = 1  # how many tensors the op put out
+    inplace: bool = False
+    carries_grad: bool = False
+    read_by_forward: bool = False
+    readers: tuple[Any, ...] = ()  # node keys or phases under which it was read
+    absorbed_by: tuple[str, ...] = ()  # ops that read it and put out only finite values
+    category: Category | None = None  # external events only
+    tensor: str | None = None  # external events: the tensor's name
+    datalike: bool = False  # external events: holds at least two different nonzero finite values
+    operands: tuple[Operand, ...] = ()
+    scalars: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # plain arguments by schema name
+    forward_op: str | None = None  # backward events: the forward op whose node this is
+    forward_operands: tuple[Operand, ...] = ()  # backward events: that op's inputs, where they were recorded
+
+
+@dataclass
+class Sink:
+    """A place where training keeps a value, found nonfinite."""
+
+    kind: str  # loss | grad | param | state | buffer | returned | exception
+    name: str
+    starts: tuple[tuple[int, str], ...]  # (event id, "nan" | "inf") of the elements it holds
+    iteration: int
+    time: int
+    excuse: Excuse | None = None
+    left: bool = False  # a gradient that only lies in .grad at the end of the step
+    returned: bool = False
+    guards: tuple[tuple[tuple[int, ...], bool], ...] = ()  # host reads after it: (event ids, a raw value was read)
+
+
+@dataclass
+class Lineage:
+    """Everything that one op pass saw. Owned by `flow`, judged by `diagnosis.blame`."""
+
+    events: list[OpEvent] = dataclasses.field(default_factory=list)
+    sinks: list[Sink] = dataclasses.field(default_factory=list)
+    growth: list[tuple[int, float, float, int]] = dataclasses.field(default_factory=list)
+    skipped_iterations: list[int] = dataclasses.field(default_factory=list)
+    round_times: list[int] = dataclasses.field(default_factory=list)
+    step_times: list[int] = dataclasses.field(default_factory=list)
+    guard_reads: list[tuple[int, tuple[int, ...], bool]] = dataclasses.field(default_factory=list)
+    huge_params: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    magnitudes: list[tuple[int, str, float]] = dataclasses.field(default_factory=list)
+    backwards: int = 0
+    ops: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def event(self, id: int) -> OpEvent:
+        return self.events[id - 1]

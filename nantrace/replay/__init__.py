@@ -1,0 +1,1 @@
+"""Replaying a step: snapshot, search, bisect, reproducer."""

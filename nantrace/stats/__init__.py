@@ -1,0 +1,1 @@
+"""Statistics: one tensor in, one row of numbers out."""

@@ -1,0 +1,1 @@
+"""The trace file. The only package that imports h5py."""
