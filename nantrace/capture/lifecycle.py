@@ -1,8 +1,8 @@
 """The life of a step, seen from outside the model: backward roots, optimizers and gradient scalers.
 
-PyTorch has hooks for optimizers but none for the root of a backward pass nor for `GradScaler`, which calls no hook at all
-when it skips an update. Those are wrapped while somebody watches, once for the whole process however many watch, and put
-back when the last one leaves. The wrappers pass every argument, result and exception through unchanged.
+PyTorch has hooks for optimizers but none for the root of a backward pass nor for `GradScaler`, which calls no hook at
+all when it skips an update. Those are wrapped while somebody watches, once for the whole process however many watch,
+and put back when the last one leaves. The wrappers pass every argument, result and exception through unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class StepListener:
     """What can be heard. Override what you need; nothing here does anything.
 
-    Called on the thread that entered the `Lifecycle`, only for what happens on that thread. An exception that a listener
-    raises goes to its own `recorder_failed` and never reaches the user's step.
+    Called on the thread that entered the `Lifecycle`, only for what happens on that thread. An exception that a
+    listener raises goes to its own `recorder_failed` and never reaches the user's step.
     """
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
@@ -40,7 +40,7 @@ class StepListener:
     def scaler_stepped(
         self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
     ) -> None:
-        """After `scaler.step(optimizer)`. The update was skipped if any of `found_inf` (on device, unread) is positive."""
+        """After `scaler.step(optimizer)`. Skipped if any of `found_inf` (on the device, unread) is positive."""
 
     def scaler_updates(self, scaler: torch.amp.GradScaler) -> None:
         """Before `scaler.update()`."""
