@@ -10,14 +10,21 @@ external event: the batch, a parameter, a buffer, an optimizer moment, or a cons
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nantrace.errors import TraceFormatError
+
 #: How an event came to be nonfinite. `nan`: NaN out, none in. `inf`: infinity out, all finite in. `inserted`: explained
 #: by a nonfinite literal alone. `uninit`: memory nobody wrote. `external`: so before the step. `propagated`: the rest.
 Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
-Category = Literal["batch", "param", "buffer", "moment", "constant"]
+#: What an external event was before the step. `constant`: a tensor the step held. `unobserved`: an op outside the
+#: recorded region wrote it.
+Category = Literal["batch", "param", "buffer", "moment", "constant", "unobserved"]
 Excuse = Literal["skip", "guard", "soft", "returned"]
 
 
@@ -99,7 +106,25 @@ class Sink:
 
 @dataclass
 class Lineage:
-    """Everything that one op pass saw. Owned by `flow`, judged by `diagnosis.blame`."""
+    """Everything that one op pass saw. Owned by `flow`, judged by `diagnosis.blame`.
+
+    Times are counts of dispatched ops; an iteration is a round that ends in an optimizer step or a skip, from 1.
+
+    Attributes:
+        events, sinks: the flow itself.
+        growth: (iteration, parameter norm before, after, time) of every optimizer update; the norm is the largest
+            2-norm among the optimizer's parameters.
+        skipped_iterations: iterations in which a gradient scaler skipped an update.
+        round_times: when the forward rounds began.
+        step_times: when optimizer updates ended.
+        guard_reads: (time, event ids, raw) of host reads of something computed from nonfinite values; raw: the
+            nonfinite number itself was read, not a test of it.
+        huge_params: (name, largest magnitude) of parameters so large before the step that a square would overflow.
+        magnitudes: (time, module, largest magnitude) of module outputs in forward, in order.
+        backwards: accumulating backward passes that ended.
+        ops: dispatched ops.
+        notes: what was not seen, or went wrong, in sentences.
+    """
 
     events: list[OpEvent] = dataclasses.field(default_factory=list)
     sinks: list[Sink] = dataclasses.field(default_factory=list)
@@ -116,3 +141,70 @@ class Lineage:
 
     def event(self, id: int) -> OpEvent:
         return self.events[id - 1]
+
+    def to_json(self) -> str:
+        """Strict JSON (no NaN, no Infinity tokens): a nonfinite float is {"float": "nan" | "inf" | "-inf"}."""
+        return json.dumps(_to_plain(self), allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Lineage:
+        """The value that `to_json` wrote. Fields it does not know are ignored, absent ones take their default.
+
+        Raises:
+            TraceFormatError: `text` is not JSON, or not a lineage.
+        """
+        try:
+            plain = json.loads(text)
+            if not isinstance(plain, dict):
+                raise TypeError(f"a {type(plain).__name__} at the top")
+            lineage: Lineage = _from_plain(cls, plain)
+            return lineage
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TraceFormatError(f"the recorded lineage cannot be read: {error}; record the step again") from error
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, complex):
+        return {"complex": [_to_plain(value.real), _to_plain(value.imag)]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(v) for v in value]
+    return str(value)
+
+
+def _from_plain(kind: Any, plain: Any) -> Any:
+    """Rebuild a value of the annotated type `kind`: JSON has lists only, the fields say which are tuples."""
+    if isinstance(plain, dict) and plain.keys() == {"float"}:
+        return float(plain["float"])
+    if isinstance(plain, dict) and plain.keys() == {"complex"}:
+        return complex(*(_from_plain(float, part) for part in plain["complex"]))
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        names = [f.name for f in dataclasses.fields(kind) if f.name in plain]
+        return kind(**{name: _from_plain(hints[name], plain[name]) for name in names})
+    if isinstance(plain, list):
+        return _from_list(kind, plain)
+    if isinstance(plain, dict):
+        return {k: _from_plain(Any, v) for k, v in plain.items()}
+    return plain
+
+
+def _from_list(kind: Any, plain: list[Any]) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return [_from_plain(args[0], item) for item in plain]
+    if origin is tuple and args[-1] is Ellipsis:
+        return tuple(_from_plain(args[0], item) for item in plain)
+    if origin is tuple and len(args) == len(plain):
+        return tuple(_from_plain(arg, item) for arg, item in zip(args, plain, strict=True))
+    for arg in args:  # an optional field
+        if typing.get_origin(arg) in (list, tuple):
+            return _from_list(arg, plain)
+    return tuple(_from_plain(Any, item) for item in plain)
