@@ -1,0 +1,173 @@
+"""The trace file, format 1.0: what it holds, byte for byte, and what a reader may rely on.
+
+MUST, MAY and MUST NOT are meant literally. The tables are plain HDF5 datasets: `h5py`, `h5dump` and viewers show
+them.
+
+    import h5py, pandas
+    with h5py.File("step.h5", "r", locking=False) as file:
+        events = pandas.DataFrame(file["events"][: file["committed"][()]["events"]])
+        sites = pandas.DataFrame(file["sites"][: file["committed"][()]["sites"]])
+        names = [text.decode() for text in file["names"][:]]            # names[sites.module[events.site[0]]]
+
+**File.** One HDF5 file with superblock version 0 to 2 (`libver=("earliest", "v108")`), never in SWMR mode. All
+datasets and attributes named here MUST lie under the root as hard links and MUST hold their values themselves: a
+reader MUST refuse soft and external links, virtual datasets and external storage, and MUST NOT unpickle anything. A
+file MUST NOT hold a pickle, a host name, a user name or an absolute path; a writer stores what its caller gives it,
+so this binds the caller as well. Numbers are little endian. Datasets MAY be stored compressed with filters that ship
+with HDF5.
+
+**Versions.** The group `/meta` MUST have the attribute `format_version`, a string "major.minor". A reader MUST refuse
+a newer major version and name both numbers, and MUST read a newer minor one. Each dataset has an integer attribute
+`version`, now 1, that rises with the major version. A reader MUST ignore datasets, groups, attributes and compound
+fields that it does not know, and MUST find compound fields by name, not by position. A minor version MAY add any of
+them.
+
+**`/meta`**, a group. Its other attributes:
+    `complete`          bool: True once the writer closed the file. False: the process was killed, or still writes.
+    anything else       what holds for the whole trace (`nantrace`, `torch`, `python`, `device`, ...). Booleans, 64-bit
+                        integers and floats are native; a text is a string, escaped as in `/names`; everything else is
+                        a string "json:" followed by JSON as in `/ledger`. A text that begins with "json:" is JSON too.
+
+**`/committed`**, a scalar compound of u8, one field a table, written last by each flush: how many rows of that table
+are whole. A reader MUST ignore rows behind it: the tables grow ahead of the rows, and a killed write may have torn
+one. When the file is closed each table has exactly its committed length. The dataset, or a field of it, MAY be
+missing from a file that something else wrote; then all rows of the table count.
+
+**`/events`**, a compound `nantrace.events.EVENT`: one row an event, in order of execution. `site` is a row of
+`/sites`. `min`, `max` and `absmin` are NaN, and `first_bad` is -1, where there is nothing to tell; `columns` says
+which optional columns were measured. `seq` is 1 in row 0 and rises by 1 each row. The events of a trace are the
+*longest valid prefix*: rows from the first on for which `seq == row + 1` and the site exists. What follows MUST be
+ignored.
+
+**`/sites`**, a compound: one row a site. `module`, `slot`, `dtype`, `shape`, `op`, `node` and `where` are u4
+references to `/names`; `phase` and `role` are u1 enums with the labels of `nantrace.events`. The reference 4294967295
+is None, which differs from the empty text: module "" is the model itself, None no module. `shape` refers to a JSON
+list of integers.
+
+**`/modules`**, a compound: one row a module, parents before children. `fqn` and `cls` refer to `/names`; `aliases`
+refers to a JSON list of texts, or is None for an empty one.
+
+**`/names`**, fixed-length ASCII strings of 96 bytes, padded with NUL. A reference is the row where a text begins. A
+row whose 96 bytes are all used is continued in the next row, so that a text of exactly 96 bytes is followed by an
+empty row. A text is joined first and then unescaped: printable ASCII other than the backslash stands for itself; the
+rest is `\\\\` for a backslash, `\\t`, `\\n`, `\\r`, `\\xhh`, `\\uhhhh` or `\\Uhhhhhhhh` for one code point (Python's
+`unicode_escape`). Every Python text survives this: NUL, line ends, "/", lone surrogates, any length. Names are never
+used as HDF5 links.
+
+**`/steps`**, a compound for viewers: `step`, `first_seq`, `events`, and `loss`, `lr`, `seconds` as floats, NaN where
+they were not recorded as one number. Row i repeats line i of `/ledger`, which is what counts.
+
+**`/ledger`**, bytes (u1): one line of ASCII JSON a step, an object, ended by a line feed. Keys MAY differ from step
+to step. The JSON is strict: a nonfinite float is {"finite": false, "value": "nan" | "inf" | "-inf"}, a text with
+surrogates is {"escaped": text escaped as in `/names`}. Sequences come back as tuples.
+
+**`/lineage`**, bytes (u1) like `/ledger`: each line is one `nantrace.lineage.Lineage` as an object of its fields, and
+the last line counts. No line: no ops were recorded.
+
+**Killed writers.** After SIGKILL at any moment the file MUST open with plain h5py and hold every row whose flush
+returned. Two measures serve this. Rows are written straight into space that was allocated before, so that a flush
+changes no metadata; and when a table does grow, the end of file that the superblock states is raised before anything
+points behind the old one. Power loss is another matter: nothing is synced to the disk.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import h5py
+import numpy as np
+
+from nantrace.events import EVENT, Phase, Role
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+TABLE_VERSION = 1
+
+#: Reference to `/names` that stands for None.
+NULL = 2**32 - 1
+
+#: Bytes of one row of `/names`. Four in five module names fit twice.
+NAME_WIDTH = 96
+
+_ENUM = {kind: h5py.enum_dtype({member.label: int(member) for member in kind}, "u1") for kind in (Phase, Role)}
+
+SITE = np.dtype(
+    [
+        ("module", "<u4"),
+        ("phase", _ENUM[Phase]),
+        ("role", _ENUM[Role]),
+        ("slot", "<u4"),
+        ("dtype", "<u4"),
+        ("shape", "<u4"),
+        ("op", "<u4"),
+        ("node", "<u4"),
+        ("where", "<u4"),
+    ]
+)
+MODULE = np.dtype([("fqn", "<u4"), ("cls", "<u4"), ("aliases", "<u4")])
+STEP = np.dtype(
+    [
+        ("step", "<u4"),
+        ("first_seq", "<u8"),
+        ("events", "<u8"),
+        ("loss", "<f8"),
+        ("lr", "<f8"),
+        ("seconds", "<f8"),
+    ]
+)
+NAME = np.dtype(f"S{NAME_WIDTH}")
+BYTE = np.dtype("u1")
+
+#: Each table with its row and the rows of one chunk: small traces stay small, long ones have few chunks.
+TABLES: dict[str, tuple[np.dtype[Any], int]] = {
+    "names": (NAME, 256),
+    "sites": (SITE, 512),
+    "modules": (MODULE, 256),
+    "steps": (STEP, 128),
+    "ledger": (BYTE, 8192),
+    "lineage": (BYTE, 8192),
+    "events": (EVENT, 1024),
+}
+COMMITTED = np.dtype([(name, "<u8") for name in TABLES])
+
+_ESCAPE = re.compile(r"\\(?:([\\tnr])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|)")
+_SHORT = {"\\": "\\", "t": "\t", "n": "\n", "r": "\r"}
+
+
+def escape(text: str) -> str:
+    """Any text as printable ASCII."""
+    return text.encode("unicode_escape").decode("ascii")
+
+
+def unescape(text: str) -> str:
+    """The inverse of `escape`; ValueError for what `escape` never makes."""
+    return _ESCAPE.sub(_unescape_one, text) if "\\" in text else text
+
+
+def _unescape_one(match: re.Match[str]) -> str:
+    short, *digits = match.groups()
+    if short:
+        return _SHORT[short]
+    code = next((d for d in digits if d), None)
+    if code is None:
+        raise ValueError(f"unknown escape at {match.string[match.start() : match.start() + 12]!r}")
+    return chr(int(code, 16))
+
+
+def split_name(text: str) -> list[bytes]:
+    """The rows of `/names` that hold a text, at least one."""
+    escaped = escape(text).encode("ascii")
+    return [escaped[at : at + NAME_WIDTH] for at in range(0, len(escaped) + 1, NAME_WIDTH)]
+
+
+def join_names(rows: list[bytes]) -> dict[int, str]:
+    """Texts by the row where they begin; ValueError for rows that no writer makes."""
+    texts: dict[int, str] = {}
+    begin, parts = 0, []
+    for row, part in enumerate(rows):
+        parts.append(part)
+        if len(part) < NAME_WIDTH:
+            texts[begin] = unescape(b"".join(parts).decode("ascii"))
+            begin, parts = row + 1, []
+    return texts

@@ -1,0 +1,121 @@
+"""Growing HDF5 tables that survive SIGKILL: allocation ahead of the rows, and rows written straight into it.
+
+Knows HDF5's behaviour and the names of the tables, not what their rows mean. Three facts carry this module: an
+unfiltered chunk larger than the chunk cache is written directly into the file; a chunk allocated early needs no
+change of metadata when it is written; and HDF5 writes the superblock, which states the end of the file, last of all.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from nantrace.store.schema import COMMITTED, TABLE_VERSION, TABLES
+
+#: Arguments of `h5py.File` for writing: a superblock that opens after a crash, and no chunk cache.
+WRITING = {"libver": ("earliest", "v108"), "rdcc_nbytes": 0}
+
+_SUPERBLOCK_0 = b"\x89HDF\r\n\x1a\n\x00"
+_END_OF_FILE_AT = 40  # offset of the end-of-file address in a superblock of version 0 with 8-byte addresses
+
+
+class Table:
+    """One dataset that grows.
+
+    Attributes:
+        rows: how many rows were appended.
+        capacity: how many rows have space in the file.
+    """
+
+    def __init__(self, file: h5py.File, name: str) -> None:
+        row, self.chunk = TABLES[name]
+        self.name = name
+        self.rows = 0
+        self.capacity = self.chunk
+        self._id = file[name].id if name in file else self._create(file, row)
+        self._memory_type = h5py.h5t.py_create(row)
+        self._space = self._id.get_space()
+
+    def _create(self, file: h5py.File, row: np.dtype[Any]) -> Any:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((self.chunk,))
+        plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space = h5py.h5s.create_simple((self.capacity,), (h5py.h5s.UNLIMITED,))
+        file_type = h5py.h5t.py_create(row, logical=True)  # logical: enums keep their labels
+        id = h5py.h5d.create(file.id, self.name.encode(), file_type, space, plist)
+        h5py.Dataset(id).attrs["version"] = np.int64(TABLE_VERSION)
+        return id
+
+    def resize(self, rows: int) -> None:
+        self._id.set_extent((rows,))
+        self._space = self._id.get_space()
+        self.capacity = rows
+
+    def write(self, rows: npt.NDArray[Any]) -> None:
+        """Writes rows behind those that are there; the caller has seen to the capacity."""
+        if not len(rows):
+            return
+        self._space.select_hyperslab((self.rows,), (len(rows),))
+        memory = h5py.h5s.create_simple((len(rows),))
+        self._id.write(memory, self._space, np.ascontiguousarray(rows), self._memory_type)
+        self.rows += len(rows)
+
+
+class Tables:
+    """All tables of one file, and the commit record."""
+
+    def __init__(self, file: h5py.File) -> None:
+        self._file = file
+        self._tables = {name: Table(file, name) for name in TABLES}
+        self._counts = np.zeros((), COMMITTED)
+        if "committed" not in file:
+            file.create_dataset("committed", data=self._counts).attrs["version"] = np.int64(TABLE_VERSION)
+        self._committed = file["committed"].id
+        self._commit_type = h5py.h5t.py_create(COMMITTED)
+
+    def append(self, name: str, rows: npt.NDArray[Any]) -> None:
+        table = self._tables[name]
+        needed = table.rows + len(rows)
+        if needed > table.capacity:
+            # By a quarter: a million rows cost some thirty changes of metadata, and a killed file holds at most
+            # a quarter of empty space.
+            chunks = max(-(-needed // table.chunk), table.capacity // table.chunk * 5 // 4)
+            table.resize(chunks * table.chunk)
+            self._flush_growth()
+        table.write(rows)
+
+    def commit(self) -> None:
+        """Declares everything appended so far as whole.
+
+        The rows went to the file when they were appended; the record follows them, so a killed process leaves no
+        count that is ahead of its rows.
+        """
+        for name, table in self._tables.items():
+            self._counts[name] = table.rows
+        self._committed.write(h5py.h5s.ALL, h5py.h5s.ALL, self._counts, self._commit_type)
+        self._file.flush()
+
+    def trim(self) -> None:
+        """Gives back the space ahead of the rows."""
+        for table in self._tables.values():
+            table.resize(table.rows)
+        self._file.flush()
+
+    def _flush_growth(self) -> None:
+        """Writes the metadata of a table that grew.
+
+        HDF5 would write the index of the new chunks first and the end of the file last: killed in between, the
+        index points behind the end and the file does not open. So the end is raised beforehand, by hand.
+        """
+        end = self._file.id.get_filesize()
+        descriptor = self._file.id.get_vfd_handle()
+        if hasattr(os, "pwrite") and os.pread(descriptor, 9, 0) == _SUPERBLOCK_0:
+            if os.fstat(descriptor).st_size < end:
+                os.ftruncate(descriptor, end)
+            os.pwrite(descriptor, end.to_bytes(8, "little"), _END_OF_FILE_AT)
+        self._file.flush()
