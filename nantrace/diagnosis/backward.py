@@ -1,0 +1,79 @@
+"""Whose backward made a gradient that a module trace shows.
+
+The gradient of a tensor is one value, and it stands in one row for each module that put the tensor out or read it. With
+several readers it is their sum, so that a finite gradient at a reader's output and a nonfinite one at its input do not
+yet convict that reader.
+"""
+
+from __future__ import annotations
+
+from nantrace.diagnosis.seen import Call, Seen
+from nantrace.events import Role
+
+_STATISTICS = ("numel", "finite", "nan", "posinf", "neginf", "min", "max")
+_FLOW = (int(Role.GRAD_OUTPUT), int(Role.GRAD_INPUT))
+#: Backward of these multiplies or selects: out of finite values it makes nonfinite ones by overflow alone.
+_TAME = ("Linear", "Conv", "Dropout", "Identity", "Embedding", "ReLU", "Flatten")
+
+
+def same_gradient(seen: Seen, row: int) -> list[int]:
+    """Rows of the gradient of the same tensor: they were written together, readers first, makers last."""
+    first = last = row
+    while first > 0 and _together(seen, first - 1, first):
+        first -= 1
+    while last + 1 < len(seen.bad) and _together(seen, last, last + 1):
+        last += 1
+    return list(range(first, last + 1))
+
+
+def _together(seen: Seen, one: int, other: int) -> bool:
+    roles = int(seen.role[one]), int(seen.role[other])
+    if roles[0] not in _FLOW or roles[1] not in _FLOW or roles == (Role.GRAD_OUTPUT, Role.GRAD_INPUT):
+        return False
+    if seen.step[one] != seen.step[other] or seen.site(one).shape != seen.site(other).shape:
+        return False
+    events = seen.trace.events
+    return all(_same(float(events[name][one]), float(events[name][other])) for name in _STATISTICS)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (one != one and other != other)
+
+
+def gradient_maker(seen: Seen, row: int) -> Call | None:
+    """The call whose backward is the likeliest to have made this gradient; None for code outside every module.
+
+    Of the tensor's readers: the only one, or the only one whose backward is not tame. Else the innermost call around
+    all of them, whose own code may have read the tensor as well. Without readers, the code around its maker.
+    """
+    calls = seen.calls(int(seen.step[row]))
+    group = same_gradient(seen, row)
+    readers = [call for call in (seen.call_of(r) for r in group if seen.role[r] == Role.GRAD_INPUT) if call]
+    if not readers:
+        makers = [call for call in (seen.call_of(r) for r in group) if call]
+        outermost = min(makers, key=lambda call: (call.first, -call.last)) if makers else None
+        return calls.get(outermost.parent) if outermost is not None and outermost.parent is not None else None
+    around = {call.key: _around(calls, call) for call in readers}
+    innermost = [call for call in readers if not any(call.key in around[other.key] for other in readers)]
+    wild = [call for call in innermost if not is_tame(seen, call)]
+    if len(wild) == 1:
+        return wild[0]
+    if len(innermost) == 1 and len(readers) == 1:
+        return innermost[0]
+    shared = set.intersection(*(set(around[call.key]) for call in innermost))
+    return next((calls[key] for key in around[innermost[0].key] if key in shared), None) or innermost[0]
+
+
+def is_tame(seen: Seen, call: Call) -> bool:
+    """Whether backward of this module can hardly make a nonfinite gradient out of finite ones."""
+    cls = seen.classes.get(call.module, call.module)
+    return any(part in cls for part in _TAME)
+
+
+def _around(calls: dict[int, Call], call: Call) -> list[int]:
+    """Keys of the calls around one, innermost first."""
+    keys = []
+    while call.parent is not None:
+        keys.append(call.parent)
+        call = calls[call.parent]
+    return keys

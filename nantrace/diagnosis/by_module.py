@@ -1,0 +1,292 @@
+"""Blame from a trace of modules: which module, tensor or update the damage came from.
+
+Sees inputs, outputs, gradients and state; not which op inside a module did it, nor a value that was born and died
+inside one. The rules are those of the op level as far as rows of modules can carry them; what they cannot carry is
+said in the evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nantrace.diagnosis import evidence, growth
+from nantrace.diagnosis.parents import NAN, Root, births, enclosing, is_external, is_real, overflowed, parents
+from nantrace.diagnosis.seen import Seen
+from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
+from nantrace.events import Phase, Role, Trace
+
+_SINKS = (Role.LOSS, Role.GRAD, Role.PARAM, Role.STATE, Role.BUFFER)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What was decided: the root, the sink it reached (None if none) and the rows considered."""
+
+    status: Status
+    root: Root
+    sink: int | None
+    stage: Stage
+    others: tuple[Root, ...] = ()
+    why: str | None = None
+
+
+def by_module(trace: Trace) -> Verdict:
+    """Judge a trace without ops. Pure; looks at nothing but the rows, the site table and the ledger."""
+    seen = Seen.of(trace)
+    if not seen.bad.any():
+        silent = growth.zeroed_gradients(seen)
+        return silent if silent is not None else Verdict("clean", evidence=evidence.clean(seen))
+    blame = _first_fault(seen) or _contained(seen)
+    if blame is None:
+        return _absorbed_state(seen) or Verdict("expected", evidence=evidence.expected(seen))
+    return _verdict(seen, blame)
+
+
+def _first_fault(seen: Seen) -> Blame | None:
+    """The first sink in time that holds damage which nothing excuses, and where its values came from."""
+    for step in np.unique(seen.step[seen.bad]):
+        for sink in _sinks(seen, int(step)):
+            if _excused(seen, sink):
+                continue
+            roots = _roots(seen, sink)
+            real = [root for root in roots if is_real(seen, root)]
+            if real and not _is_own_content(seen, sink, real):
+                return _fault(seen, sink, real)
+            if not real and int(seen.role[sink]) in (Role.LOSS, Role.GRAD):
+                return _fault(seen, sink, [_escape(seen, sink, roots)])
+    return None
+
+
+def _sinks(seen: Seen, step: int) -> list[int]:
+    """Nonfinite rows of what training keeps, in order."""
+    kept = seen.rows(step, *_SINKS)
+    after = (seen.phase[kept] == Phase.UPDATE) | np.isin(seen.role[kept], [int(Role.LOSS), int(Role.GRAD)])
+    kept = kept[after & seen.bad[kept]]
+    if seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER, Phase.POST_BACKWARD]).size:
+        # What backward accumulated counts as what the optimizer, or the end of the step, found of it.
+        kept = kept[(seen.role[kept] != Role.GRAD) | (seen.phase[kept] != Phase.BACKWARD)]
+    if not _has_backward(seen):
+        outermost = [call for call in seen.calls(step).values() if call.parent is None]
+        kept = np.array([row for call in outermost for row in call.outputs if seen.bad[row]], dtype=np.int64)
+    return [int(row) for row in np.sort(kept)]
+
+
+def _has_backward(seen: Seen) -> bool:
+    return bool(np.isin(seen.role, [int(Role.LOSS), int(Role.GRAD), int(Role.GRAD_OUTPUT)]).any())
+
+
+def _excused(seen: Seen, sink: int) -> bool:
+    role, step = int(seen.role[sink]), int(seen.step[sink])
+    if role == Role.GRAD:
+        return evidence.skipped(seen, step) and seen.phase[sink] != Phase.OPTIMIZER
+    if role == Role.LOSS:
+        return evidence.skipped(seen, step) or _thrown_away(seen, sink)
+    if role == Role.BUFFER:
+        return seen.mark[sink] or not _is_new(seen, sink)
+    return False
+
+
+def _thrown_away(seen: Seen, loss: int) -> bool:
+    """A nonfinite loss whose gradients were cleared before the optimizer saw any, as a check in the loop does."""
+    step = int(seen.step[loss])
+    gradients = seen.rows(step, Role.GRAD, phases=[Phase.BACKWARD])
+    consumed = seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER])
+    losses = seen.rows(step, Role.LOSS)
+    later = losses[losses > loss]
+    return bool(
+        consumed.size
+        and not seen.bad[consumed].any()
+        and seen.bad[gradients].any()
+        and later.size
+        and not seen.bad[later[-1]]
+    )
+
+
+def _is_new(seen: Seen, row: int) -> bool:
+    before = seen.before(row, Role(int(seen.role[row])), seen.name(row))
+    if before is None or not seen.bad[before]:
+        return True
+    return bool(seen.nan[row] and not seen.nan[before])
+
+
+def _is_own_content(seen: Seen, sink: int, roots: Sequence[Root]) -> bool:
+    """An unused row of a parameter that was nonfinite before the step and is rewritten with it."""
+    if seen.role[sink] != Role.PARAM:
+        return False
+    return all(is_external(seen, row) and seen.name(row) == seen.name(sink) for row, _ in roots)
+
+
+def _roots(seen: Seen, sink: int) -> list[Root]:
+    step = int(seen.step[sink])
+    first = seen.bounds(step)[0]
+    rows = np.flatnonzero(seen.bad[: sink + 1])
+    # What earlier steps kept is the state rows alone; their flow was judged when they were looked at.
+    rows = rows[(rows >= first) | np.isin(seen.role[rows], [int(Role.PARAM), int(Role.BUFFER), int(Role.STATE)])]
+    found = births(seen, (int(row) for row in rows))
+    return sorted(found.get((sink, NAN), frozenset()) | found.get((sink, "inf"), frozenset()))
+
+
+def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
+    external = [root for root in roots if is_external(seen, root[0])]
+    root = (external or list(roots))[0]
+    stage = _stage(seen, root[0])
+    why = None
+    if seen.role[sink] == Role.BUFFER and evidence.skipped(seen, int(seen.step[sink])):
+        stage, why = "update", evidence.poisoned_buffers(seen, sink)
+    elif not external:
+        why = growth.exploded(seen, root[0])
+        stage = "update" if why else stage
+    return Blame("fault", root, sink, stage, tuple(r for r in roots if r != root), why)
+
+
+def _escape(seen: Seen, sink: int, roots: Sequence[Root]) -> Root:
+    """A mark that reached the loss: the first row on its way that is no longer a mark, else where it was put in."""
+    way = _way(seen, roots[0][0], sink)
+    turned = [row for row in way if not seen.mark[row]]
+    return (turned[0], NAN if seen.nan[turned[0]] else "inf") if turned else roots[0]
+
+
+def _contained(seen: Seen) -> Blame | None:
+    """Nonfinite values that reached nothing that training keeps, or only a step that was skipped."""
+    excused: Blame | None = None
+    for step in np.unique(seen.step[seen.bad]):
+        first, last = seen.bounds(int(step))
+        rows = first + np.flatnonzero(seen.bad[first:last])
+        if excused is not None and growth.exploded(seen, int(rows[0])) is None:
+            continue
+        if seen.mark[rows].all() and not any(overflowed(seen, int(row)) for row in rows):
+            continue
+        found = births(seen, (int(row) for row in rows))
+        roots = sorted({root for some in found.values() for root in some})
+        real = [root for root in roots if is_real(seen, root) and not is_external(seen, root[0])]
+        sinks = _sinks(seen, int(step))
+        reached = [s for s in sinks if seen.role[s] != Role.BUFFER]
+        at_sinks = {r for s in reached for kind in (NAN, "inf") for r in found.get((s, kind), ())}
+        chosen = [root for root in real if root in at_sinks] or real
+        if not chosen:
+            continue
+        root = chosen[0]
+        why = growth.exploded(seen, root[0])
+        if why is not None:
+            return Blame("fault", root, reached[0] if reached else None, "update", (), why)
+        if excused is None:
+            others = tuple(r for r in real if r != root)
+            excused = Blame("contained", root, reached[0] if reached else None, _stage(seen, root[0]), others)
+    return excused
+
+
+def _absorbed_state(seen: Seen) -> Verdict | None:
+    """A parameter, a moment or a running variance that holds NaN or +inf and is read, but shows in no result."""
+    for row in np.flatnonzero(seen.bad & ~seen.mark):
+        if is_external(seen, int(row)) and _is_read(seen, int(row)):
+            origin = _origin(seen, (int(row), NAN if seen.nan[row] else "inf"))
+            said = evidence.absorbed(seen, int(row))
+            return Verdict("contained", "state", "bad_state", origin, said, evidence.advice_for_state(seen, int(row)))
+    return None
+
+
+def _is_read(seen: Seen, row: int) -> bool:
+    """Whether arithmetic reads it: what selects or compares (a cut-off, an observer) cannot be told apart here."""
+    role = int(seen.role[row])
+    site = seen.site(row)
+    if role == Role.STATE:
+        return True
+    called = any(call.module == site.module for call in seen.calls(int(seen.step[row])).values())
+    batch_norm = site.slot in ("running_var", "running_mean")
+    return called and (role == Role.PARAM or (role == Role.BUFFER and batch_norm))
+
+
+def _stage(seen: Seen, row: int) -> Stage:
+    role, phase = Role(int(seen.role[row])), Phase(int(seen.phase[row]))
+    if is_external(seen, row):
+        if role is Role.INPUT:
+            return "input"
+        return "state" if seen.before(row, role, seen.name(row)) is None else "update"
+    if phase is Phase.UPDATE:
+        return "forward" if role is Role.BUFFER else "optimizer"
+    if role is Role.LOSS:
+        return "loss"
+    if role is Role.GRAD:
+        return "backward" if phase is Phase.BACKWARD else "gradients"
+    if role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) or phase in (Phase.RECOMPUTE, Phase.BACKWARD):
+        return "backward"
+    around = enclosing(seen, row)
+    if around is not None:
+        return "loss" if around.foreign else "forward"
+    earlier = [c for c in seen.calls(int(seen.step[row])).values() if c.parent is None and c.last < row]
+    return "loss" if earlier else "input"
+
+
+def _verdict(seen: Seen, blame: Blame) -> Verdict:
+    row = blame.root[0]
+    origin = _origin(seen, blame.root)
+    cause = evidence.cause(seen, row, blame.stage)
+    said = evidence.sentences(seen, blame.status, row, blame.stage, blame.sink, cause)
+    if blame.why:
+        said = (said[0], blame.why, *said[1:])
+    path = _path(seen, row, blame.sink)
+    return Verdict(
+        blame.status,
+        blame.stage,
+        cause,
+        origin,
+        said,
+        evidence.advice(seen, row, blame.stage, cause, blame.status),
+        tuple(_origin(seen, root) for root in blame.others[:3]),
+        path,
+        region=evidence.region(seen, row),
+    )
+
+
+def _origin(seen: Seen, root: Root) -> Origin:
+    row, _ = root
+    site, stats = seen.site(row), seen.stats(row)
+    state = site.role in (Role.PARAM, Role.BUFFER, Role.STATE)
+    around = enclosing(seen, row)
+    external_input = around is None and site.role is Role.INPUT
+    flow = site.role in (Role.INPUT, Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_OUTPUT)
+    module = site.module if not flow else (around.module if around is not None else None)
+    if site.role is Role.LOSS or _stage(seen, row) in ("gradients", "optimizer"):
+        module = None
+    return Origin(
+        step=int(seen.step[row]),
+        phase=site.phase.label,
+        module=module,
+        tensor=seen.name(row) if state or external_input or not flow else site.tensor,
+        kind=_kind(seen, row),
+        dtype=site.dtype,
+        inputs=tuple(seen.operand(r) for r in evidence.read_rows(seen, row)),
+        output=stats,
+        first_bad=evidence.index(stats),
+    )
+
+
+def _kind(seen: Seen, row: int) -> str:
+    return ("nan" if seen.nan[row] else "") + ("inf" if seen.infinite[row] else "")
+
+
+def _way(seen: Seen, root: int, sink: int) -> list[int]:
+    """Rows from `root` to `sink`, each a parent of the next: the shortest way back from the sink."""
+    came: dict[int, int] = {sink: -1}
+    queue = [sink]
+    for row in queue:
+        if row == root:
+            break
+        for parent in parents(seen, row):
+            if parent not in came and parent >= root:
+                came[parent] = row
+                queue.append(parent)
+    if root not in came:
+        return [root, sink] if root != sink else [root]
+    way = [root]
+    while came[way[-1]] >= 0:
+        way.append(came[way[-1]])
+    return way
+
+
+def _path(seen: Seen, root: int, sink: int | None) -> tuple[dict[str, object], ...]:
+    rows = [root] if sink is None else _way(seen, root, sink)
+    return tuple(evidence.as_mapping(seen, row) for row in rows)

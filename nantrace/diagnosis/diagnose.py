@@ -1,0 +1,24 @@
+"""From a trace to a verdict: by its ops where it has them, else by its modules. Pure."""
+
+from __future__ import annotations
+
+from nantrace.diagnosis.by_module import by_module
+from nantrace.diagnosis.verdict import Verdict
+from nantrace.events import Trace
+
+
+def diagnose(trace: Trace) -> Verdict:
+    """Say what happened in the traced steps, where it began, why, and what to check next.
+
+    Args:
+        trace: what `nantrace.trace` recorded or `nantrace.load` read. It is not changed.
+
+    Returns:
+        The verdict. A trace with a lineage (ops) is judged op by op. Without one the verdict names a module, and
+        says in `evidence` what rows of modules cannot show.
+    """
+    if trace.lineage is not None and (trace.lineage.ops or trace.lineage.events):
+        from nantrace.diagnosis.blame import blame
+
+        return blame(trace.lineage).verdict
+    return by_module(trace)

@@ -1,0 +1,301 @@
+"""The sentences, causes and advice of a module-level verdict: numbers first, and what was not seen said as such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nantrace.diagnosis import growth
+from nantrace.diagnosis.parents import enclosing, is_external, overflowed, parents
+from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.diagnosis.verdict import Stage, Status
+from nantrace.events import Phase, Role, TensorStats
+
+
+def skipped(seen: Seen, step: int) -> bool:
+    """Whether a GradScaler skipped the update of this step."""
+    return any(entry.get("step") == step and entry.get("skipped") for entry in seen.trace.steps)
+
+
+def index(stats: TensorStats) -> tuple[int, ...] | None:
+    """Where the first nonfinite element is, one integer a dimension."""
+    flat = stats.first_bad
+    if flat is None or flat < 0 or flat >= int(np.prod(stats.shape, dtype=np.int64)):
+        return None
+    return tuple(int(i) for i in np.unravel_index(flat, stats.shape))
+
+
+def counts(stats: TensorStats) -> str:
+    """ "37 of 48 elements: 37 +inf; first at [0, 0, 1]"."""
+    parts = [(stats.nan, "nan"), (stats.posinf, "+inf"), (stats.neginf, "-inf")]
+    held = ", ".join(f"{count:,} {what}" for count, what in parts if count)
+    place = index(stats)
+    where = f", first at {list(place)}" if place else ""
+    return f"{held} of {stats.numel:,} elements{where}"
+
+
+def read_rows(seen: Seen, row: int) -> list[int]:
+    """The rows of what the code that made `row` had read: inputs and own parameters of its call, or gradients."""
+    call = enclosing(seen, row)
+    step = int(seen.step[row])
+    if call is None:
+        return []
+    own = [
+        int(r) for r in seen.rows(step, Role.PARAM, phases=[Phase.FORWARD]) if seen.site(int(r)).module == call.module
+    ]
+    if seen.phase[row] == Phase.BACKWARD:
+        return [*(r for r in call.grad_outputs if r < row), *call.inputs, *own]
+    return [*(r for r in call.inputs if r < row), *own]
+
+
+def region(seen: Seen, row: int) -> tuple[str, ...]:
+    """What a module trace leaves under suspicion: the modules inside the culprit that were not observed."""
+    call = enclosing(seen, row)
+    if call is None or call.foreign:
+        return ()
+    prefix = f"{call.module}." if call.module else ""
+    observed = {site.module for site in seen.trace.sites}
+    inside = [entry.fqn for entry in seen.trace.modules if entry.fqn and entry.fqn.startswith(prefix)]
+    return tuple(fqn for fqn in inside if fqn not in observed and fqn != call.module)[:8]
+
+
+def cause(seen: Seen, row: int, stage: Stage) -> str | None:
+    """A short identifier where rows of modules are enough to know it."""
+    if stage == "input":
+        return "bad_input"
+    if is_external(seen, row):
+        return "bad_state"
+    if seen.infinite[row] and overflowed(seen, row):
+        return "overflow"
+    return "exploding_updates" if stage == "update" and growth.exploded(seen, row) else None
+
+
+def sentences(
+    seen: Seen, status: Status, row: int, stage: Stage, sink: int | None, cause: str | None
+) -> tuple[str, ...]:
+    """What happened, what was seen before it, how it came about, what it reached, what was not seen."""
+    said = [_what(seen, row, cause), _earlier(seen, row)]
+    for rule in (growth.grew_by_block, growth.huge_parameters):
+        sentence = rule(seen, row)
+        if sentence and not is_external(seen, row):
+            said.append(sentence)
+    said += _magnitudes(seen, row)
+    said.append(_fate(seen, status, row, sink))
+    return tuple(sentence for sentence in (*said, _gap(seen, row)) if sentence)
+
+
+def _what(seen: Seen, row: int, cause: str | None) -> str:
+    held = counts(seen.stats(row))
+    if is_external(seen, row):
+        return f"{seen.name(row)} was nonfinite before the step used it: {held}."
+    return f"{_reason(seen, row, cause)} It holds {held}."
+
+
+def _reason(seen: Seen, row: int, cause: str | None) -> str:
+    role, site, call = Role(int(seen.role[row])), seen.site(row), enclosing(seen, row)
+    above = parents(seen, row)
+    if role is Role.LOSS:
+        return f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}."
+    if role is Role.GRAD:
+        return _gradient_reason(seen, row)
+    if seen.phase[row] == Phase.UPDATE:
+        return f"{seen.name(row)} is nonfinite after the update, while its gradient and its value before were finite."
+    if call is None:
+        if seen.phase[row] == Phase.BACKWARD:
+            return f"The gradient that arrives at {site.module or 'the model'} is nonfinite, the loss is finite."
+        return f"{site.tensor} was nonfinite when {site.module or 'the model'} was called with it."
+    name = named(call.module)
+    if seen.phase[row] == Phase.BACKWARD:
+        outside = "" if role is Role.GRAD_INPUT else " to a module inside"
+        return f"The gradients that reached {name} are finite, the one that its backward passed on{outside} is not."
+    if role is Role.INPUT:
+        return f"The code of {name} itself made it, between its submodules, out of finite values."
+    if cause == "overflow":
+        largest = LARGEST.get(site.dtype)
+        limit = f" ({largest:,.5g})" if largest and largest > 1e6 else f" ({largest:,.0f})" if largest else ""
+        return f"Inputs and weights are finite; the result left {site.dtype}'s range{limit}."
+    if not call.inputs:
+        return f"{name} returned it; no tensor among its arguments was seen."
+    return f"Inputs and weights of {name} are {'without NaN' if above else 'finite'}; its output is not."
+
+
+def _though(above: Sequence[int], what: str) -> str:
+    return ", though it was given infinities" if above else f"; {what}"
+
+
+def _gradient_reason(seen: Seen, row: int) -> str:
+    if seen.phase[row] != Phase.BACKWARD:
+        return f"The gradient of {seen.name(row)} was finite after backward and is not where the optimizer reads it."
+    return (
+        f"The gradients that reached {named(seen.site(row).module or '')} are finite, that of {seen.name(row)} is not."
+    )
+
+
+def named(module: str | None) -> str:
+    """How a sentence calls a module."""
+    return "code outside every module" if module is None else module or "the model"
+
+
+def _earlier(seen: Seen, row: int) -> str:
+    earlier = int(seen.bad[:row].sum())
+    if row == 0:
+        return "It is the first tensor that was looked at."
+    if earlier == 0:
+        return f"Each of the {row:,} tensors seen before it was finite."
+    marks = int(seen.mark[:row].sum())
+    if marks == earlier:
+        return f"{earlier:,} of the {row:,} tensors seen before it hold -inf only, as masks do; the rest were finite."
+    return f"{earlier:,} of the {row:,} tensors seen before it were nonfinite, none of which explains it."
+
+
+def _magnitudes(seen: Seen, row: int) -> list[str]:
+    largest = LARGEST.get(seen.site(row).dtype)
+    size = seen.absmax(row)
+    if not size or largest is None or not seen.infinite[row]:
+        return []
+    share = 100 * size / largest
+    return [f"Its largest finite value is {size:.2e}" + (f", {share:.1f} % of the range." if share >= 0.1 else ".")]
+
+
+def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
+    step = int(seen.step[row if sink is None else sink])
+    reached = _reached(seen, row, step)
+    if status != "contained":
+        return f"It reached {reached}." if reached else ""
+    if skipped(seen, step):
+        skips = [int(entry["step"]) for entry in seen.trace.steps if entry.get("skipped")]
+        stuck = len(skips) == len(seen.trace.steps) and len(skips) > 1
+        tail = " Every traced step was skipped: training stands still." if stuck else ""
+        forward = seen.phase[row] in (Phase.FORWARD, Phase.LOSS)
+        scale = " It was born before backward: no loss scale can remove it." if forward else ""
+        return f"GradScaler skipped the update of step {step}: parameters and buffers stayed finite.{scale}{tail}"
+    return "It reached no loss, gradient, parameter or buffer that was seen."
+
+
+def _reached(seen: Seen, row: int, step: int) -> str:
+    later = np.arange(len(seen.bad)) > row
+    parts = []
+    outermost = [call for call in seen.calls(step).values() if call.parent is None and not call.foreign]
+    for call in outermost:
+        if any(r > row and seen.bad[r] for r in call.outputs):
+            parts.append(f"the output of {named(call.module)}")
+            break
+    if any(later[r] and seen.bad[r] for r in seen.rows(step, Role.LOSS)):
+        parts.append("the loss")
+    consumed = seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER])
+    gradients = consumed if consumed.size else seen.rows(step, Role.GRAD)
+    for role, rows, what in (
+        (Role.GRAD, gradients, "gradients"),
+        (Role.PARAM, seen.rows(step, Role.PARAM, phases=[Phase.UPDATE]), "parameters after the update"),
+        (Role.STATE, seen.rows(step, Role.STATE, phases=[Phase.UPDATE]), "optimizer tensors"),
+        (Role.BUFFER, seen.rows(step, Role.BUFFER, phases=[Phase.UPDATE]), "buffers"),
+    ):
+        bad = {
+            seen.name(int(r)) for r in rows if later[r] and seen.bad[r] and not (role == Role.BUFFER and seen.mark[r])
+        }
+        if bad:
+            parts.append(f"{len(bad)} of {len({seen.name(int(r)) for r in rows})} {what}")
+    return ", ".join(parts)
+
+
+def _gap(seen: Seen, row: int) -> str:
+    if is_external(seen, row) or seen.phase[row] == Phase.UPDATE:
+        return ""
+    call = enclosing(seen, row)
+    unseen = region(seen, row)
+    if unseen:
+        more = f"{unseen[0]} and {len(unseen) - 1} more" if len(unseen) > 1 else unseen[0]
+        return f"Not seen: submodules of {named(call.module if call else None)} ({more}); it may have been born in one."
+    where = f"inside {named(call.module)}" if call else "outside the modules"
+    return f"Not seen: which op {where} made it; a module trace holds no ops."
+
+
+def as_mapping(seen: Seen, row: int) -> dict[str, Any]:
+    """One row of `verdict.path`."""
+    site, stats = seen.site(row), seen.stats(row)
+    return {
+        "seq": int(seen.trace.events["seq"][row]),
+        "step": int(seen.step[row]),
+        "phase": site.phase.label,
+        "module": site.module,
+        "role": site.role.label,
+        "slot": site.slot,
+        "dtype": site.dtype,
+        "nan": stats.nan,
+        "posinf": stats.posinf,
+        "neginf": stats.neginf,
+    }
+
+
+def clean(seen: Seen) -> tuple[str, ...]:
+    steps = len(np.unique(seen.step))
+    said = f"None of the {len(seen.bad):,} tensors seen in {steps} step{'s' * (steps != 1)} holds a nonfinite value."
+    return (said, "A value that dies inside a module is not seen by a module trace.")
+
+
+def expected(seen: Seen) -> tuple[str, ...]:
+    marks, others = int(seen.mark.sum()), int((seen.bad & ~seen.mark).sum())
+    said = []
+    if marks:
+        said.append(f"{marks:,} of {len(seen.bad):,} tensors hold -inf only, as masks do.")
+    if others:
+        names = sorted({seen.name(int(row)) for row in np.flatnonzero(seen.bad & ~seen.mark)[:50]})
+        said.append(f"{others:,} more hold nonfinite values that went nowhere: {', '.join(names[:3])}.")
+    said.append("No loss, gradient, parameter, moment or buffer was harmed by them.")
+    return tuple(said)
+
+
+def absorbed(seen: Seen, row: int) -> tuple[str, ...]:
+    held = counts(seen.stats(row))
+    return (
+        f"{seen.name(row)} was nonfinite before the step: {held}.",
+        "No output, gradient or update shows it: what reads it turned it into finite values (dividing by inf gives 0).",
+        "What depends on those elements carries no information and does not train.",
+    )
+
+
+def poisoned_buffers(seen: Seen, sink: int) -> str:
+    rows = seen.rows(int(seen.step[sink]), Role.BUFFER, phases=[Phase.UPDATE])
+    names = [seen.name(int(row)) for row in rows if seen.bad[row] and not seen.mark[row]]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"GradScaler skipped the update, but not the buffers that forward had written: {listed} stayed nonfinite."
+
+
+def advice(seen: Seen, row: int, stage: Stage, cause: str | None, status: Status) -> tuple[str, ...]:
+    """The next controlled checks, at most three."""
+    if is_external(seen, row):
+        return advice_for_state(seen, row)
+    call: Call | None = enclosing(seen, row)
+    name, dtype = named(call.module if call else None), seen.site(row).dtype
+    found = []
+    if stage == "update" and cause == "exploding_updates":
+        found.append("Repeat the steps with a tenth of the learning rate, or with gradients clipped before the update.")
+    elif stage == "update":
+        found.append(
+            "Keep the running statistics of a step whose update is skipped: restore them, or normalise in float32."
+        )
+    if cause == "overflow":
+        found.append(
+            f"The range of the inputs of {name} in float32; {name} in bfloat16 or float32 in place of {dtype}."
+        )
+    elif stage == "optimizer":
+        found.append(f"The optimizer's eps and learning rate in {dtype}: eps below the dtype's smallest value is 0.")
+    elif stage == "gradients":
+        found.append("What runs between backward and optimizer.step: unscale, clip, all-reduce.")
+    found.append(f"Which op it was: `nantrace bisect FILE.py:step` replays the step down to one op of {name}.")
+    return tuple(found[:3])
+
+
+def advice_for_state(seen: Seen, row: int) -> tuple[str, ...]:
+    role, name = int(seen.role[row]), seen.name(row)
+    if role == Role.INPUT:
+        place = index(seen.stats(row))
+        sample = f", sample {place[0]} first" if place else ""
+        return (f"Where {name} is made{sample}: divisions, logs and missing values in the dataset.",)
+    if role == Role.PARAM:
+        return (f"How {name} is initialised, and the checkpoint that it was loaded from.",)
+    if role == Role.STATE:
+        return (f"The optimizer state {name} in the checkpoint; the step that last wrote it.",)
+    return (f"Which step wrote {name}; reset it and trace the steps that write it.",)

@@ -1,0 +1,326 @@
+"""Who can have given a row of a module trace its nonfinite values, and the births from which they came.
+
+A trace of modules shows what went into a call and what came out, not what ran between. What explains a nonfinite row
+is therefore what was nonfinite in its *scope*: the inputs of the call whose code made it, the outputs of the calls
+inside, the state that the module holds; in backward the same from the other end. A row that its scope does not
+explain is a birth. Says nothing of faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from nantrace.diagnosis.backward import gradient_maker, same_gradient
+from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.events import Phase, Role
+
+NAN, INF = "nan", "inf"
+Root = tuple[int, str]
+
+_FORWARD = (Phase.FORWARD, Phase.LOSS, Phase.RECOMPUTE)
+_STATE = (Role.PARAM, Role.BUFFER, Role.STATE)
+_GRADIENT_FLOW = (Role.GRAD_OUTPUT, Role.GRAD_INPUT)
+
+
+def parents(seen: Seen, row: int) -> tuple[int, ...]:
+    """The nonfinite rows that explain `row`, in order; empty for a birth and for what was nonfinite from the start."""
+    role, phase = Role(int(seen.role[row])), Phase(int(seen.phase[row]))
+    if role in _STATE and phase is not Phase.UPDATE:
+        return _same_before(seen, row, role)
+    if phase is Phase.UPDATE:
+        return _of_update(seen, row, role)
+    if role is Role.GRAD:
+        return _of_gradient(seen, row, phase)
+    if role in _GRADIENT_FLOW:
+        return _of_gradient_flow(seen, row)
+    call = seen.call_of(row)
+    if call is None:
+        return () if role is Role.INPUT else _outside(seen, row)
+    if role is Role.INPUT:
+        return _around(seen, call, row)
+    return _inside(seen, call, row)
+
+
+def enclosing(seen: Seen, row: int) -> Call | None:
+    """The call whose own code made this row; None outside every call."""
+    if int(seen.role[row]) in _GRADIENT_FLOW:
+        return gradient_maker(seen, row)
+    call = seen.call_of(row)
+    if call is None or seen.role[row] == Role.OUTPUT:
+        return call
+    return seen.calls(int(seen.step[row])).get(call.parent) if call.parent is not None else None
+
+
+def births(seen: Seen, rows: Iterable[int]) -> dict[tuple[int, str], frozenset[Root]]:
+    """(row, "nan" | "inf") -> the (row, class) pairs from which its elements of that class came.
+
+    Parents precede their children, so one pass over ascending `rows` is enough; `rows` holds every nonfinite row of
+    the steps concerned. NaN explains NaN; where no parent holds NaN, only a real infinity excuses one: a mask's does
+    not.
+    """
+    roots: dict[tuple[int, str], frozenset[Root]] = {}
+    for row in rows:
+        above = parents(seen, row)
+        nans = [p for p in above if seen.nan[p]]
+        infs = [p for p in above if seen.infinite[p]]
+        if seen.infinite[row]:
+            roots[row, INF] = (
+                _union(roots, infs, INF) or _union(roots, nans, NAN) or frozenset({(_first(seen, row), INF)})
+            )
+        if seen.nan[row]:
+            found = _union(roots, nans, NAN)
+            if not found:
+                found = frozenset(root for root in _union(roots, infs, INF) if is_real(seen, root))
+            roots[row, NAN] = found or frozenset({(_first(seen, row), NAN)})
+    return roots
+
+
+def _first(seen: Seen, row: int) -> int:
+    """The row that stands for a birth: the gradient of one tensor has several."""
+    return same_gradient(seen, row)[0]
+
+
+def _union(roots: dict[tuple[int, str], frozenset[Root]], rows: list[int], kind: str) -> frozenset[Root]:
+    return frozenset().union(*(roots.get((row, kind), {(row, kind)}) for row in rows))
+
+
+def is_external(seen: Seen, row: int) -> bool:
+    """A birth that is no birth: the batch, or state that was nonfinite when it was first seen."""
+    role = int(seen.role[row])
+    if role == Role.INPUT:
+        return seen.call_of(row) is None
+    return role in _STATE and seen.phase[row] != Phase.UPDATE
+
+
+def is_real(seen: Seen, root: Root) -> bool:
+    """Whether a root can be damage. Infinities that are all negative are taken for marks, unless they cannot be."""
+    row, kind = root
+    if kind == NAN or not seen.mark[row]:
+        return True
+    if is_external(seen, row):
+        return seen.role[row] == Role.INPUT and _datalike(seen, row)
+    return overflowed(seen, row)
+
+
+def overflowed(seen: Seen, row: int) -> bool:
+    """Infinities that can only have left the range of their dtype: out of a linear map, or beside values near it."""
+    if not seen.infinite[row]:
+        return False
+    site = seen.site(row)
+    largest = LARGEST.get(site.dtype)
+    if largest is not None and seen.absmax(row) > largest / 4:
+        return True
+    cls = seen.classes.get(site.module or "", "")
+    return seen.role[row] == Role.OUTPUT and not seen.nan[row] and ("Linear" in cls or "Conv" in cls)
+
+
+def _datalike(seen: Seen, row: int) -> bool:
+    """At least two different nonzero finite values: features, not a 0 / -inf mask."""
+    low, high = float(seen.trace.events["min"][row]), float(seen.trace.events["max"][row])
+    return low < high and low != 0 and high != 0
+
+
+def _same_before(seen: Seen, row: int, role: Role) -> tuple[int, ...]:
+    before = seen.before(row, role, seen.name(row))
+    return (before,) if before is not None and seen.bad[before] else ()
+
+
+def _bad(seen: Seen, rows: Iterable[int], before: int) -> list[int]:
+    return [row for row in rows if row < before and seen.bad[row]]
+
+
+def _inside(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
+    """What an output of `call` was made of."""
+    calls = seen.calls(int(seen.step[row]))
+    made = _alive(seen, [calls[key] for key in call.children], row)
+    return tuple(sorted({*_bad(seen, call.inputs, row), *made, *_state(seen, call.module, row)}))
+
+
+def _around(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
+    """What an input of `call` was made of, by the code around the call."""
+    calls = seen.calls(int(seen.step[row]))
+    if call.parent is None:
+        return _outside(seen, row)
+    around = calls[call.parent]
+    made = _alive(seen, [calls[key] for key in around.children], row)
+    return tuple(sorted({*_bad(seen, around.inputs, row), *made, *_state(seen, around.module, row)}))
+
+
+def _outside(seen: Seen, row: int) -> tuple[int, ...]:
+    """What code outside every module can have read: the batch, and what the outermost calls returned."""
+    step = int(seen.step[row])
+    outermost = [call for call in seen.calls(step).values() if call.parent is None]
+    batch = [int(r) for r in seen.rows(step, Role.INPUT) if seen.call[r] == 0]
+    outermost.sort(key=lambda call: call.last)
+    return tuple(sorted({*_bad(seen, batch, row), *_alive(seen, outermost, row)}))
+
+
+def _alive(seen: Seen, calls: list[Call], row: int) -> list[int]:
+    """Nonfinite outputs of `calls` before `row`; if any is left, without those that the next call did not get to see.
+
+    Calls in one scope mostly hand on to each other: an overflow that was clamped away shows in no later input.
+    """
+    done = [call for call in calls if call.last < row and _bad(seen, call.outputs, row)]
+    alive = [call for call in done if not _finite_successor(seen, call, calls, row)]
+    return [r for call in alive or done for r in _bad(seen, call.outputs, row)]
+
+
+def _finite_successor(seen: Seen, call: Call, calls: list[Call], row: int) -> bool:
+    later = [c for c in calls if c.first > call.last and c.first < row and c.inputs]
+    return bool(later) and not seen.bad[list(min(later, key=lambda c: c.first).inputs)].any()
+
+
+def _state(seen: Seen, module: str, row: int) -> list[int]:
+    """Nonfinite parameters and buffers that the code of `module` can have read, as they were last seen."""
+    if module.startswith("<"):
+        return []
+    step = int(seen.step[row])
+    found = []
+    for first, name, rows in seen.bad_state:
+        if first >= row:
+            break
+        last = int(rows[np.searchsorted(rows, row) - 1])
+        owner = seen.site(last).module or ""
+        if seen.bad[last] and (owner == module or _read_around(seen, step, owner, module, name)):
+            found.append(last)
+    return found
+
+
+def _read_around(seen: Seen, step: int, owner: str, module: str, name: str) -> bool:
+    """Whether `module` may read state of a module below it that is itself never called."""
+    return (
+        _below(owner, module)
+        and all(call.module != owner for call in seen.calls(step).values())
+        and _has_gradient(seen, step, name)
+    )
+
+
+def _below(owner: str, module: str) -> bool:
+    return module == "" or owner.startswith(f"{module}.")
+
+
+def _has_gradient(seen: Seen, step: int, name: str) -> bool:
+    """Whether backward reached a parameter: those of a module that is never called may be read by the one around."""
+    rows = seen.rows_of_name.get((int(Role.GRAD), name))
+    return rows is not None and bool((seen.step[rows] == step).any())
+
+
+def _of_gradient_flow(seen: Seen, row: int) -> tuple[int, ...]:
+    """What explains the gradient of a tensor: whatever explains it at one of the modules that made or read it."""
+    group = same_gradient(seen, row)
+    found = {r for member in group for r in _of_one_end(seen, member, Role(int(seen.role[member])))}
+    return tuple(sorted(r for r in found if r < group[0]))
+
+
+def _of_one_end(seen: Seen, row: int, role: Role) -> tuple[int, ...]:
+    call = seen.call_of(row)
+    if call is None:
+        return ()
+    if role is Role.GRAD_INPUT:
+        return _backward_inside(seen, call, row)
+    if call.parent is None:
+        return _backward_outside(seen, row)
+    return _backward_inside(seen, seen.calls(int(seen.step[row]))[call.parent], row)
+
+
+def _backward_inside(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
+    """Gradients that reached the backward of `call`, and the values of its forward, which backward reads again."""
+    calls = seen.calls(int(seen.step[row]))
+    inner = [calls[key] for key in call.children]
+    gradients = [*call.grad_outputs, *(r for c in inner for r in c.grad_inputs)]
+    values = [*call.inputs, *call.outputs, *(r for c in inner for r in c.outputs)]
+    for again in (c for c in calls.values() if c.key < 0 and c.module == call.module):
+        values += [*again.outputs, *(r for key in again.children for r in calls[key].outputs)]
+    state = _state(seen, call.module, row)
+    return tuple(sorted({*_bad(seen, gradients, row), *_bad(seen, values, row), *state}))
+
+
+def _backward_outside(seen: Seen, row: int) -> tuple[int, ...]:
+    step = int(seen.step[row])
+    outermost = [call for call in seen.calls(step).values() if call.parent is None]
+    gradients = [r for call in outermost if call.foreign for r in call.grad_inputs]
+    losses = [int(r) for r in seen.rows(step, Role.LOSS)]
+    # A later pass through the same step's model differentiates only what was computed since the last loss.
+    return tuple(sorted({*_bad(seen, gradients, row), *_bad(seen, losses[-1:], row), *_outside(seen, row)}))
+
+
+def _of_gradient(seen: Seen, row: int, phase: Phase) -> tuple[int, ...]:
+    step = int(seen.step[row])
+    if phase in (Phase.POST_BACKWARD, Phase.OPTIMIZER):
+        before = _same_before(seen, row, Role.GRAD)
+        spread = [int(r) for r in seen.rows(step, Role.GRAD) if r < row and seen.phase[r] < phase and seen.bad[r]]
+        return before or tuple(spread)
+    owner = seen.site(row).module or ""
+    calls = seen.calls(step)
+    for module in _upwards(owner):
+        mine = [call for call in calls.values() if call.module == module]
+        if mine:
+            found = {r for call in mine for r in _backward_inside(seen, call, row) if r < row}
+            if found:
+                return tuple(sorted(found))
+            break
+    return _anything_before(seen, row) or _accumulated_before(seen, row)
+
+
+def _accumulated_before(seen: Seen, row: int) -> tuple[int, ...]:
+    before = _same_before(seen, row, Role.GRAD)
+    return tuple(r for r in before if seen.step[r] == seen.step[row])
+
+
+def _upwards(module: str) -> Iterable[str]:
+    """The module and those around it, innermost first."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
+
+
+def _anything_before(seen: Seen, row: int) -> tuple[int, ...]:
+    """For a parameter that somebody other than its owner uses: gradients on their way, else a nonfinite loss."""
+    step = int(seen.step[row])
+    on_the_way = _bad(seen, (int(r) for r in seen.rows(step, *_GRADIENT_FLOW)), row)
+    if on_the_way:
+        return tuple(on_the_way)
+    return tuple(_bad(seen, (int(r) for r in seen.rows(step, Role.LOSS)), row))
+
+
+def _of_update(seen: Seen, row: int, role: Role) -> tuple[int, ...]:
+    name, step = seen.name(row), int(seen.step[row])
+    if role is Role.BUFFER:
+        return _same_before(seen, row, role) or _of_written_buffer(seen, row)
+    found = _same_before(seen, row, role)
+    parameter = name if role is Role.PARAM else parameter_of(seen, name)
+    gradients = seen.rows(step, Role.GRAD)
+    consumed = gradients[seen.phase[gradients] == Phase.OPTIMIZER]
+    used = consumed if consumed.size else gradients
+    used = used[seen.bad[used] & (used < row)]
+    own = np.intersect1d(used, seen.rows_of_name.get((int(Role.GRAD), parameter or ""), used[:0]))
+    explained = own if own.size or found else used
+    return tuple(sorted({*found, *(int(r) for r in explained), *_moments(seen, parameter, row)}))
+
+
+def parameter_of(seen: Seen, state: str) -> str | None:
+    """The parameter to which an optimizer's state of that name belongs: the longest name that it contains."""
+    fits = [name for role, name in seen.rows_of_name if role == Role.PARAM and name in state]
+    return max(fits, key=len) if fits else None
+
+
+def _moments(seen: Seen, parameter: str | None, row: int) -> list[int]:
+    if parameter is None:
+        return []
+    found = []
+    for (role, name), rows in seen.rows_of_name.items():
+        if role == Role.STATE and seen.bad[rows].any() and parameter_of(seen, name) == parameter:
+            earlier = rows[(rows < row) & seen.bad[rows] & (seen.phase[rows] != Phase.UPDATE)]
+            found += [int(r) for r in earlier[-1:]]
+    return found
+
+
+def _of_written_buffer(seen: Seen, row: int) -> tuple[int, ...]:
+    step, owner = int(seen.step[row]), seen.site(row).module or ""
+    mine = [call for call in seen.calls(step).values() if call.module == owner]
+    found = {r for call in mine for r in (*_bad(seen, call.inputs, row), *_inside(seen, call, row))}
+    found |= {r for call in mine for r in _bad(seen, call.outputs, row)} if not found else set()
+    return tuple(sorted(found))

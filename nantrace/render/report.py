@@ -1,0 +1,77 @@
+"""A verdict, with the trace that it judges, ready to be shown: terminal text, notebook, or a file."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from nantrace.diagnosis.verdict import Verdict
+from nantrace.events import Trace
+from nantrace.render.text import text
+
+_SUFFIXES = (".txt", ".json", ".html")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `nantrace.report` gives: `str()` is the text, a notebook shows it, `save` writes it.
+
+    Attributes:
+        verdict: what is reported.
+        trace: what it was judged by; None for a verdict alone.
+    """
+
+    verdict: Verdict
+    trace: Trace | None = None
+
+    def __str__(self) -> str:
+        return text(self.trace, self.verdict)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strict JSON types only: the verdict, and what the trace covers."""
+        covers: dict[str, Any] | None = None
+        if self.trace is not None:
+            covers = {
+                "path": self.trace.path,
+                "events": len(self.trace),
+                "steps": len(self.trace.steps),
+                "complete": self.trace.complete,
+            }
+        return {"verdict": self.verdict.to_dict(), "trace": covers}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report; the extension chooses the form: ".txt", ".json" or ".html".
+
+        A report can be made again from its trace, so a file that is there is replaced.
+
+        Raises:
+            ValueError: another extension.
+        """
+        name = os.fspath(path)
+        suffix = os.path.splitext(name)[1].lower()
+        if suffix not in _SUFFIXES:
+            allowed = ", ".join(_SUFFIXES)
+            raise ValueError(f"a report cannot be written to {name!r} (extension {suffix!r}): use one of {allowed}.")
+        content = {".txt": self._as_text, ".json": self._as_json, ".html": self._as_html}[suffix]()
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(content)
+
+    def _as_text(self) -> str:
+        return f"{self}\n"
+
+    def _as_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    def _as_html(self) -> str:
+        title = f"nantrace: {html.escape(self.verdict.status)}"
+        head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        return f"{head}<body>{self._repr_html_()}</body></html>\n"

@@ -1,0 +1,277 @@
+"""A trace and its verdict as text for a terminal: at most `width` columns, whatever the names hold."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from nantrace.diagnosis.verdict import Origin, Verdict
+from nantrace.events import Phase, Role, Site, Trace
+from nantrace.render.cells import harmless, shorten, table, wrap
+
+_STYLES = {"fault": "1;31", "contained": "1;33", "inconclusive": "1;33", "not_reproduced": "1;33"}
+_HEADLINE = {
+    "contained": "CONTAINED",
+    "expected": "EXPECTED: nonfinite values on purpose, no fault.",
+    "clean": "CLEAN: nothing nonfinite was seen.",
+    "not_reproduced": "NOT REPRODUCED: the replayed step stayed finite.",
+    "inconclusive": "INCONCLUSIVE",
+}
+_AROUND = 3  # rows of the table on each side of the culprit
+_ADVICE = "Check next: "
+
+
+def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool = False, ascii: bool = False) -> str:
+    """The report that `nantrace report` prints.
+
+    Args:
+        trace: adds the header line and the rows around the failure; None shows the verdict alone.
+        verdict: what `diagnose` or `bisect` said.
+        width: columns of the terminal; names give way, numbers do not.
+        colour: ANSI styles for the headline and the culprit.
+        ascii: no character beyond ASCII.
+
+    Returns:
+        Lines joined by newlines, without one at the end. Control characters in names are written as escapes.
+    """
+    page = _Page(max(width, 40), colour, ascii)
+    if trace is not None:
+        page.line(_header(trace))
+        page.gap()
+    if verdict.origin is not None:
+        _first_nonfinite(page, verdict, verdict.origin)
+    _headline(page, verdict)
+    for sentence in verdict.evidence[1:] if verdict.status in _TOLD else verdict.evidence:
+        page.paragraph(sentence, indent=4)
+    if verdict.replays:
+        page.paragraph(f"{verdict.replays} replay{'s' * (verdict.replays != 1)}.", indent=4)
+    for other in verdict.also:
+        page.paragraph(f"Also: {_place(other)}.", indent=4)
+    if verdict.region:
+        page.paragraph(f"Left under suspicion: {', '.join(verdict.region)}.", indent=4)
+    if trace is not None:
+        _rows(page, trace, verdict)
+    _what_next(page, trace, verdict)
+    return "\n".join(page.lines).rstrip("\n")
+
+
+#: Statuses whose first evidence sentence stands in the headline.
+_TOLD = ("fault", "contained", "inconclusive")
+
+
+class _Page:
+    """Collects lines; the one place where text meets width, colour and ASCII."""
+
+    def __init__(self, width: int, colour: bool, ascii_only: bool) -> None:
+        self.width, self.colour, self.ascii = width, colour, ascii_only
+        self.lines: list[str] = []
+
+    def line(self, content: str, style: str | None = None) -> None:
+        self._put(shorten(harmless(content, self.ascii), self.width, self.ascii), style)
+
+    def paragraph(self, content: str, indent: int = 0, first: str | None = None, style: str | None = None) -> None:
+        for line in wrap(harmless(content, self.ascii), self.width, indent, first):
+            self._put(line, style)
+
+    def gap(self) -> None:
+        if self.lines and self.lines[-1]:
+            self.lines.append("")
+
+    def columns(self, rows: Sequence[Sequence[str]], right: Sequence[bool], shrink: int, marked: int | None) -> None:
+        """A table whose first row is its head; row `marked` is the culprit."""
+        clean = [[harmless(cell, self.ascii) for cell in row] for row in rows]
+        for number, line in enumerate(table(clean, right, self.width, shrink, self.ascii)):
+            self._put(line, "1;31" if number == marked else None)
+
+    def _put(self, line: str, style: str | None) -> None:
+        self.lines.append(f"\x1b[{style}m{line}\x1b[0m" if style and self.colour and line else line)
+
+
+def _header(trace: Trace) -> str:
+    meta = trace.meta
+    steps = len(trace.steps) or (len(np.unique(trace.events["step"])) if len(trace) else 0)
+    parts = [f"torch {meta['torch']}" if "torch" in meta else "", str(meta.get("device", ""))]
+    parts += [f"{steps:,} step{'s' * (steps != 1)}", f"{len(trace):,} events"]
+    parts.append("complete" if trace.complete else "incomplete: the writer did not close it")
+    return f"{trace.path or 'trace in memory'}   {', '.join(part for part in parts if part)}"
+
+
+def _first_nonfinite(page: _Page, verdict: Verdict, origin: Origin) -> None:
+    page.paragraph("   ".join(["FIRST NONFINITE", *_place_words(origin)]), indent=4, first="", style="1")
+    for sentence in _facts(origin):
+        page.paragraph(sentence, indent=4)
+    page.gap()
+
+
+def _place_words(origin: Origin) -> list[str]:
+    words = [f"step {origin.step}"] if origin.step else []
+    words.append(origin.phase or "unknown phase")
+    if origin.module is not None:
+        words.append(origin.module or "(model)")
+    if origin.op:
+        words.append(origin.op)
+    elif origin.tensor and origin.tensor != origin.module:
+        words.append(_without(origin.tensor, origin.module))
+    if origin.node:
+        words.append(f"node {origin.node}")
+    output = origin.output
+    shape = f" {list(_field(output, 'shape'))}" if _field(output, "shape") is not None else ""
+    if origin.dtype:
+        words.append(f"{origin.dtype}{shape}")
+    return words
+
+
+def _without(tensor: str, module: str | None) -> str:
+    """A site's tensor without the module that stands beside it: "block.1 output[0]" is "output[0]"."""
+    for front in (f"{module} ", "(model) "):
+        if module is not None and tensor.startswith(front):
+            return tensor[len(front) :]
+    return tensor
+
+
+def _facts(origin: Origin) -> list[str]:
+    facts = []
+    output = origin.output
+    if output is not None and _field(output, "numel"):
+        facts.append(_held(output, origin.first_bad))
+    if origin.where:
+        facts.append(f"at {origin.where}")
+    if origin.samples:
+        shown = ", ".join(str(sample) for sample in origin.samples[:12])
+        facts.append(f"samples of the batch: {shown}{', ...' if len(origin.samples) > 12 else ''}")
+    for operand in origin.inputs[:8]:
+        facts.append(_operand(operand))
+    if len(origin.inputs) > 8:
+        facts.append(f"and {len(origin.inputs) - 8} more inputs")
+    return facts
+
+
+def _held(stats: Any, first: tuple[int, ...] | None) -> str:
+    counts = [(_field(stats, "nan"), "nan"), (_field(stats, "posinf"), "+inf"), (_field(stats, "neginf"), "-inf")]
+    held = ", ".join(f"{count:,} {name}" for count, name in counts if count)
+    where = f"; first at {list(first)}" if first is not None else ""
+    return f"{held or 'no nonfinite elements'} of {_field(stats, 'numel'):,} elements{where}"
+
+
+def _operand(operand: Any) -> str:
+    name = _field(operand, "tensor") or _field(operand, "name") or "input"
+    low, high = _field(operand, "min"), _field(operand, "max")
+    span = f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no finite element"
+    counts = [(_field(operand, "nan"), "nan"), (_field(operand, "posinf"), "+inf"), (_field(operand, "neginf"), "-inf")]
+    bad = "".join(f", {count:,} {what}" for count, what in counts if count)
+    zero = _field(operand, "zero")
+    zeros = f", {zero:,} zero" if zero else ""
+    return f"read {name}: {_field(operand, 'dtype')} {list(_field(operand, 'shape') or ())}, {span}{zeros}{bad}"
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+def _place(origin: Origin) -> str:
+    return ", ".join(_place_words(origin)) + (f", at {origin.where}" if origin.where else "")
+
+
+def _headline(page: _Page, verdict: Verdict) -> None:
+    style = _STYLES.get(verdict.status, "1;32")
+    if verdict.status in ("fault", "contained", "inconclusive"):
+        stage = f" in {verdict.stage}" if verdict.stage else ""
+        cause = f": {verdict.cause.replace('_', ' ')}" if verdict.cause else ""
+        word = "FAULT" if verdict.status == "fault" else _HEADLINE[verdict.status]
+        first = f" {verdict.evidence[0]}" if verdict.evidence else ""
+        page.paragraph(f"{word}{stage}{cause}.{first}", indent=4, first="", style=style)
+    else:
+        page.paragraph(_HEADLINE[verdict.status], style=style)
+
+
+def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
+    """The rows around the culprit, and those of the path from it."""
+    if not verdict.path or not len(trace):
+        return
+    seqs = [int(step["seq"]) for step in verdict.path if "seq" in step]
+    if not seqs:
+        return
+    first_seq = int(trace.events["seq"][0])
+    culprit = seqs[0] - first_seq
+    if not 0 <= culprit < len(trace):
+        return
+    shown = sorted({*_neighbours(trace, culprit), *(seq - first_seq for seq in seqs[:_AROUND])})
+    shown = [row for row in shown if 0 <= row < len(trace)]
+    page.gap()
+    head = ["", "#", "module", "phase", "role", "dtype", "absmax", "nan", "inf"]
+    body = [_cells(trace, row, row == culprit) for row in shown]
+    page.columns(
+        [head, *body], [False, True, False, False, False, False, True, True, True], 2, 1 + shown.index(culprit)
+    )
+
+
+def _neighbours(trace: Trace, culprit: int) -> Iterable[int]:
+    """Rows before and after of the same step that pair with the culprit's phase, gradients and outputs before state."""
+    site = trace.site(trace.events[culprit])
+    step = trace.events["step"][culprit]
+    roles = {Role.OUTPUT, Role.LOSS, site.role} if site.phase is not Phase.BACKWARD else set(Role)
+    wanted = [row for row in range(max(culprit - 400, 0), min(culprit + 400, len(trace)))]
+    kept = [
+        row
+        for row in wanted
+        if row == culprit or (trace.events["step"][row] == step and trace.site(trace.events[row]).role in roles)
+    ]
+    place = kept.index(culprit)
+    return kept[max(place - _AROUND, 0) : place + _AROUND + 1]
+
+
+def _cells(trace: Trace, row: int, culprit: bool) -> list[str]:
+    event = trace.events[row]
+    site = trace.site(event)
+    infinite = int(event["posinf"]) + int(event["neginf"])
+    low, high = float(event["min"]), float(event["max"])
+    size = "." if np.isnan(low) or np.isnan(high) else f"{max(abs(low), abs(high)):.2e}"
+    nan = f"{int(event['nan']):,}" if event["nan"] else "."
+    return [
+        ">" if culprit else "",
+        f"{int(event['seq'])}",
+        _module_of(site),
+        site.phase.label,
+        f"{site.role.label}{_part(site)}",
+        site.dtype,
+        size,
+        nan,
+        f"{infinite:,}" if infinite else ".",
+    ]
+
+
+def _module_of(site: Site) -> str:
+    if site.role in (Role.PARAM, Role.BUFFER, Role.GRAD, Role.STATE) or site.module is None:
+        return site.tensor
+    return site.module or "(model)"
+
+
+def _part(site: Site) -> str:
+    """What of a slot its role does not say: "output[0].logits" is "[0].logits"."""
+    if site.role in (Role.PARAM, Role.BUFFER, Role.GRAD, Role.STATE, Role.LOSS) or site.module is None:
+        return ""
+    return site.slot.removeprefix("output").removeprefix("args")[:16]
+
+
+def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
+    if verdict.advice:
+        page.gap()
+    for number, sentence in enumerate(verdict.advice):
+        page.paragraph(sentence, indent=len(_ADVICE), first=_ADVICE if number == 0 else None)
+    command = next_command(trace, verdict)
+    if command:
+        page.paragraph(command, indent=6, first="Next: ")
+
+
+def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
+    """The command to type next; None where nothing is left to find."""
+    if verdict.status in ("clean", "expected"):
+        return None
+    if verdict.origin is not None and verdict.origin.op is None and verdict.replays == 0:
+        return "nantrace bisect FILE.py:step"
+    if trace is not None and trace.path:
+        return f"nantrace report {shlex.quote(trace.path)} -o report.html"
+    return None
