@@ -1,0 +1,122 @@
+"""Rows on their way to a trace: the site table, the statistics of each tensor seen, and the drain at the end of a step.
+
+`Buffer.observe` is the one function through which every tensor goes. On a CPU the statistics are numbers at once; on
+other devices they stay there until `drain` fetches them all in one copy. Knows nothing of hooks, steps or files.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nantrace.events import EVENT, Phase, Role, Site
+from nantrace.stats import host
+
+
+class Pending:
+    """Statistics that are still on a device: a slot in its table, and the numbers once they were fetched."""
+
+    __slots__ = ("row", "slot", "table")
+
+    def __init__(self, table: Any, slot: int) -> None:
+        self.table = table
+        self.slot = slot
+        self.row: tuple[Any, ...] | None = None
+
+
+Stats: TypeAlias = "tuple[Any, ...] | Pending"
+
+# A row is packed straight into EVENT's layout: numpy needs several times as long to assign a tuple of 17 fields.
+_PACK = struct.Struct("<QIIIQQQQQdddqIIIB")
+assert _PACK.size == EVENT.itemsize
+
+
+class Buffer:
+    """The rows of the current step and the sites of the whole trace.
+
+    Attributes:
+        sites: the site table.
+        rows: (site, call, statistics) in order of execution. Any thread may append.
+    """
+
+    def __init__(self, full_on_host: bool = False, full_on_device: bool = True) -> None:
+        self.sites: list[Site] = []
+        self.rows: list[tuple[int, int, Stats]] = []
+        self._numbers: dict[Any, int] = {}
+        self._tables: dict[torch.device, Any] = {}
+        self._full_on_host = full_on_host
+        self._full_on_device = full_on_device
+
+    def observe(
+        self,
+        module: str | None,
+        phase: Phase,
+        role: Role,
+        slot: str,
+        tensor: torch.Tensor,
+        call: int = 0,
+        stats: Stats | None = None,
+    ) -> Stats:
+        """Append a row. `stats` saves measuring a tensor whose statistics are known.
+
+        Gradient mode must be off, and no dispatch or function mode active.
+        """
+        if stats is None:
+            stats = self.measure(tensor)
+        shape = () if tensor.is_nested else tensor.shape
+        key = (module, phase * 16 + role, slot, tensor.dtype, shape)  # the hash of an enum member is slow
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self.add_site(
+                Site(module, phase, role, slot, str(tensor.dtype).removeprefix("torch."), tuple(shape))
+            )
+        self.rows.append((number, call, stats))
+        return stats
+
+    def measure(self, tensor: torch.Tensor) -> Stats:
+        """Statistics of a tensor: numbers, or where they will be."""
+        if tensor.is_cpu or tensor.is_meta:
+            return host.row(tensor, self._full_on_host)
+        table = self._tables.get(tensor.device)
+        if table is None:
+            from nantrace.stats.deferred import DeviceTable  # pulls in kernels that a CPU run never needs
+
+            table = self._tables[tensor.device] = DeviceTable(tensor.device)
+        return Pending(table, table.add(tensor, self._full_on_device))
+
+    def add_site(self, site: Site) -> int:
+        self.sites.append(site)
+        return len(self.sites) - 1
+
+    def relabel(self, begin: int, end: int, phase: Phase) -> None:
+        """Give the rows from `begin` up to `end` another phase."""
+        for index in range(begin, end):
+            number, call, stats = self.rows[index]
+            old = self.sites[number]
+            key = ("relabelled", number, phase)
+            if key not in self._numbers:
+                self._numbers[key] = self.add_site(
+                    Site(old.module, phase, old.role, old.slot, old.dtype, old.shape, old.op, old.node, old.where)
+                )
+            self.rows[index] = (self._numbers[key], call, stats)
+
+    def drain(self, step: int) -> npt.NDArray[np.void]:
+        """The rows since the last drain as an array of dtype `EVENT`, numbered from 1; fetches what devices hold."""
+        rows, self.rows = self.rows, []
+        fetched: Mapping[int, list[tuple[Any, ...]]] = {id(table): table.drain() for table in self._tables.values()}
+        packed = bytearray()
+        for seq, (site, call, stats) in enumerate(rows, 1):
+            numbers = stats if isinstance(stats, tuple) else _resolve(stats, fetched)
+            packed += _PACK.pack(seq, step, site, call, *numbers)
+        return np.frombuffer(packed, EVENT) if packed else np.zeros(0, EVENT)
+
+
+def _resolve(pending: Pending, fetched: Mapping[int, list[tuple[Any, ...]]]) -> tuple[Any, ...]:
+    if pending.row is None:
+        pending.row = fetched[id(pending.table)][pending.slot]
+    return pending.row

@@ -1,0 +1,167 @@
+"""Calls of modules: who calls whom, what each call reads and puts out, and in which part of the step.
+
+Everything that hooks see ends here. Keeps one call stack a thread. Knows no steps beyond telling when a call begins
+from outside any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nantrace.capture.buffer import Buffer
+from nantrace.capture.gradients import GradientRecorder
+from nantrace.capture.quiet import Quiet, unreadable
+from nantrace.capture.walk import tensors_in
+from nantrace.events import Phase, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module as its hooks know it: what to call it, whether to record it, and whether it belongs to the model."""
+
+    fqn: str
+    selected: bool = True
+    inside: bool = True
+
+
+class CallRecorder:
+    """Records inputs and outputs of module calls.
+
+    Args:
+        buffer: receives the rows.
+        gradients: puts hooks on what will have a gradient.
+        outermost: called before a call that no other call surrounds, outside backward.
+        failed: told when recording raised; the exception goes no further.
+
+    Attributes:
+        active: hooks do nothing while it is False.
+        model_called: whether the model was called in this step: what modules outside it do then belongs to the loss.
+        unopened: classes of arguments and outputs that were not looked into.
+        unread: tensors that could not be read because a functorch transform or a tracer was at work.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        gradients: GradientRecorder,
+        outermost: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.active = False
+        self.model_called = False
+        self.unopened: set[str] = set()
+        self.unread = 0
+        self._buffer = buffer
+        self._gradients = gradients
+        self._outermost = outermost
+        self._failed = failed
+        self._numbers = itertools.count(1)
+        self._stacks: dict[int, list[tuple[Place, int, Phase]]] = {}
+
+    def begin(self, place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A module is about to run."""
+        try:
+            stack = self._stack()
+            in_backward = torch._C._current_graph_task_id() >= 0
+            if not stack and not in_backward:
+                self._outermost()
+                stack = self._stack()
+            call = next(self._numbers)
+            phase = self._phase(place, in_backward, bool(stack))
+            stack.append((place, call, phase))
+            if place.selected:
+                self._read(place.fqn, phase, call, args, kwargs)
+        except Exception as error:
+            self._failed(error)
+
+    def end(self, place: Place, output: Any, late_kwargs: Mapping[str, Any] | None = None) -> None:
+        """A module has run; `output` is None when it raised. `late_kwargs`: arguments that `begin` could not see."""
+        try:
+            frame = self._pop(place)
+            if frame is None or not place.selected:
+                return
+            _, call, phase = frame
+            if late_kwargs:
+                self._read(place.fqn, phase, call, (), late_kwargs)
+            if output is not None:
+                self._record(place.fqn, phase, Role.OUTPUT, call, tensors_in(output, "output", self.unopened))
+        except Exception as error:
+            self._failed(error)
+
+    def outside(self) -> bool:
+        """Whether a module outside the model runs on this thread."""
+        stack = self._stack()
+        return bool(stack) and not stack[-1][0].inside
+
+    def forget_open_calls(self) -> None:
+        """Drop calls that were left by an exception which hooks are not told of, such as KeyboardInterrupt."""
+        self._stacks = {}
+
+    def _stack(self) -> list[tuple[Place, int, Phase]]:
+        return self._stacks.setdefault(threading.get_ident(), [])
+
+    def _pop(self, place: Place) -> tuple[Place, int, Phase] | None:
+        """Take the innermost call of `place` off the stack, and with it calls inside that never ended."""
+        stack = self._stack()
+        for depth in range(len(stack) - 1, -1, -1):
+            if stack[depth][0] is place:
+                frame = stack[depth]
+                del stack[depth:]
+                return frame
+        return None  # the user's own pre-hook raised before ours ran
+
+    def _phase(self, place: Place, in_backward: bool, nested: bool) -> Phase:
+        if in_backward:
+            # Checkpointing recomputes with gradient mode on; a custom Function's backward calls modules with it off.
+            return Phase.RECOMPUTE if torch.is_grad_enabled() else Phase.BACKWARD
+        if place.inside:
+            self.model_called = True
+            return Phase.FORWARD
+        return Phase.LOSS if self.model_called and not nested else Phase.FORWARD
+
+    def _read(self, fqn: str, phase: Phase, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        found = []
+        for index, value in enumerate(args):
+            if isinstance(value, torch.Tensor):
+                found.append((f"args[{index}]", value))
+            elif value is not None:
+                found += tensors_in(value, f"args[{index}]", self.unopened)
+        if kwargs:
+            found += tensors_in(dict(kwargs), "kwargs", self.unopened)
+        self._record(fqn, phase, Role.INPUT, call, found)
+
+    def _record(self, fqn: str, phase: Phase, role: Role, call: int, found: list[tuple[str, torch.Tensor]]) -> None:
+        if not found:
+            return
+        if unreadable():
+            self.unread += len(found)
+            return
+        awaits = torch.is_grad_enabled() and not (phase is Phase.RECOMPUTE and _recomputes_for_saved_tensors())
+        with Quiet():
+            for slot, tensor in found:
+                if tensor.dtype is not torch.bool:
+                    self._record_one(fqn, phase, role, slot, call, tensor, awaits and tensor.requires_grad)
+
+    def _record_one(
+        self, fqn: str, phase: Phase, role: Role, slot: str, call: int, tensor: torch.Tensor, awaits: bool
+    ) -> None:
+        hook = self._gradients.hook_on(tensor) if awaits else None
+        # An output that nobody changed since is not read a second time as the next module's input. Writes that bypass
+        # autograd's version counter (`tensor.data.mul_`) stay unseen until the next module's output.
+        stats = self._buffer.observe(fqn, phase, role, slot, tensor, call, hook.stats if hook else None)
+        if awaits:
+            gradient = Role.GRAD_INPUT if role is Role.INPUT else Role.GRAD_OUTPUT
+            self._gradients.expect(tensor, hook, stats, (fqn, gradient, slot, call))
+
+
+def _recomputes_for_saved_tensors() -> bool:
+    """Whether non-reentrant checkpointing is at work: it throws away the graph of its recomputation."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top(True) if top is not None else None
+    return bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")

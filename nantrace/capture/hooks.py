@@ -1,0 +1,121 @@
+"""Module hooks: what is called around each forward, how it is put there and taken away.
+
+Hooks hold a weak reference to the recorder and return None always. A copy of a hooked module (an EMA model, a saved
+checkpoint) carries a hook that does nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from nantrace.capture.calls import CallRecorder, Place
+from nantrace.capture.sites import Watched
+
+
+def hook_of_a_copy(*_: Any) -> None:
+    """Stands in a copy of a traced module where the original has a hook."""
+
+
+def _copied() -> Callable[..., None]:
+    return hook_of_a_copy
+
+
+class _Inert:
+    """What copying and pickling turn a hook into."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return hook_of_a_copy
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _copied, ()
+
+
+class BeforeForward(_Inert):
+    """Pre-hook of one module of the model."""
+
+    __slots__ = ("place", "recorder")
+
+    def __init__(self, recorder: weakref.ref[CallRecorder], place: Place) -> None:
+        self.recorder = recorder
+        self.place = place
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder()
+        if recorder is not None and recorder.active:
+            recorder.begin(self.place, args, kwargs)
+
+
+class AfterForward(_Inert):
+    """Forward hook of one module of the model; also called when the module raised."""
+
+    __slots__ = ("place", "recorder")
+
+    def __init__(self, recorder: weakref.ref[CallRecorder], place: Place) -> None:
+        self.recorder = recorder
+        self.place = place
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recorder = self.recorder()
+        if recorder is not None and recorder.active:
+            recorder.end(self.place, output)
+
+
+class EveryModule:
+    """Global hooks: for modules that must not have hooks of their own, and for modules outside the model.
+
+    A module outside the model is "<ClassName>", and only the outermost of them is recorded. Global pre-hooks see no
+    keyword arguments, so these are read when the call has ended.
+    """
+
+    def __init__(self, recorder: CallRecorder, watched: Sequence[Watched]) -> None:
+        self._recorder = weakref.ref(recorder)
+        self._watched = watched  # keeps the modules alive, and so their ids their own
+        self._hooked = {id(entry.module) for entry in watched if entry.hookable}
+        self._places = {id(entry.module): Place(entry.fqn, entry.selected) for entry in watched if not entry.hookable}
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if id(module) in self._hooked:
+            return
+        recorder = self._recorder()
+        if recorder is not None and recorder.active:
+            place = self._place(module)
+            if place.inside or not recorder.outside():
+                recorder.begin(place, args, {})
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        """`rest` is (kwargs, output), or only (output,) when PyTorch calls it for a module that raised."""
+        if id(module) in self._hooked:
+            return
+        recorder = self._recorder()
+        if recorder is not None and recorder.active:
+            raised = len(rest) == 1
+            recorder.end(self._place(module), None if raised else rest[1], None if raised else rest[0])
+
+    def _place(self, module: torch.nn.Module) -> Place:
+        place = self._places.get(id(module))
+        if place is None or not (place.inside or place.fqn == f"<{type(module).__name__}>"):
+            place = self._places[id(module)] = Place(f"<{type(module).__name__}>", inside=False)
+        return place
+
+
+def install(recorder: CallRecorder, watched: Sequence[Watched]) -> list[Any]:
+    """Put hooks on the watched modules and around all others. Returns handles whose `remove()` undoes it."""
+    reference = weakref.ref(recorder)
+    handles: list[Any] = []
+    for entry in watched:
+        if entry.hookable:
+            place = Place(entry.fqn, entry.selected)
+            before, after = BeforeForward(reference, place), AfterForward(reference, place)
+            handles.append(entry.module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(entry.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+    every = EveryModule(recorder, watched)
+    handles.append(register_module_forward_pre_hook(every.before))
+    handles.append(register_module_forward_hook(every.after, with_kwargs=True, always_call=True))
+    return handles

@@ -1,0 +1,137 @@
+"""State that training keeps: the batch, parameters, buffers, accumulated gradients and optimizer state, by name.
+
+Only tensors that can hold a nonfinite value are read: not integers, not booleans. Knows nothing of hooks or steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nantrace.capture.buffer import Buffer, Stats
+from nantrace.capture.sites import plain_name, wrapper_parts
+from nantrace.capture.walk import tensors_in
+from nantrace.events import Phase, Role
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter or buffer of the model: "block.0" owns "block.0.weight" under the leaf name "weight"."""
+
+    tensor: torch.Tensor
+    owner: str
+    leaf: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}.{self.leaf}" if self.owner else self.leaf
+
+
+class StateRecorder:
+    """Observes state.
+
+    Args:
+        model: the traced model.
+        buffer: receives the rows.
+
+    Attributes:
+        aliases: other names of shared parameters and buffers, by the name that rows use.
+        unopened: classes of batch or optimizer values that were not looked into.
+    """
+
+    def __init__(self, model: torch.nn.Module, buffer: Buffer) -> None:
+        self.aliases: dict[str, list[str]] = {}
+        self.unopened: set[str] = set()
+        self.parameters: dict[int, Named] = {}
+        self.buffers: dict[int, Named] = {}
+        self._model = model
+        self._wrappers = wrapper_parts(model)
+        self._buffer = buffer
+        self._left: dict[int, tuple[weakref.ref[torch.Tensor], int, Stats]] = {}
+
+    def read_names(self) -> None:
+        """Learn the model's parameters and buffers anew: they may have been replaced, frozen or made since."""
+        self.parameters = self._named(self._model.named_parameters(remove_duplicate=False))
+        self.buffers = self._named(self._model.named_buffers(remove_duplicate=False))
+
+    def observe_batch(self, batch: Any) -> None:
+        for slot, tensor in tensors_in(batch, "batch", self.unopened):
+            if tensor.dtype is not torch.bool:
+                self._buffer.observe(None, Phase.FORWARD, Role.INPUT, slot, tensor)
+
+    def observe_parameters(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """All the model's parameters, or those of them that an optimizer holds."""
+        held = None if optimizer is None else {id(parameter) for _, parameter in _members(optimizer)}
+        for key, entry in self.parameters.items():
+            if held is None or key in held:
+                self._buffer.observe(entry.owner, phase, Role.PARAM, entry.leaf, entry.tensor)
+
+    def observe_buffers(self, phase: Phase) -> None:
+        for entry in self.buffers.values():
+            self._buffer.observe(entry.owner, phase, Role.BUFFER, entry.leaf, entry.tensor)
+
+    def observe_gradients(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Gradients that lie in `.grad`: of an optimizer's parameters, or of all the model's."""
+        if optimizer is None:
+            entries = [(entry.owner, entry.name, entry.tensor) for entry in self.parameters.values()]
+        else:
+            entries = [(*self._name(optimizer, place), tensor) for place, tensor in _members(optimizer)]
+        for owner, name, tensor in entries:
+            if tensor.grad is not None:
+                self._buffer.observe(owner, phase, Role.GRAD, name, tensor.grad)
+
+    def observe_optimizer(self, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
+        """Every tensor of the optimizer's state but "step", a counter.
+
+        What the last update left is not read again at the start of the next step if it is still the same value.
+        """
+        for place, parameter in _members(optimizer):
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            owner, name = self._name(optimizer, place)
+            for key, value in state.items():
+                if key != "step":
+                    for slot, tensor in tensors_in(value, f"optimizer.state.{name}.{key}", self.unopened):
+                        if tensor.is_floating_point() or tensor.is_complex():
+                            self._observe_state(owner, phase, slot, tensor)
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds a parameter of the model."""
+        return any(id(parameter) in self.parameters for _, parameter in _members(optimizer))
+
+    def _observe_state(self, owner: str | None, phase: Phase, slot: str, tensor: torch.Tensor) -> None:
+        known = self._left.pop(id(tensor), None) if phase is Phase.FORWARD else None
+        fresh = known is None or known[0]() is not tensor or known[1] != tensor._version
+        stats = self._buffer.observe(owner, phase, Role.STATE, slot, tensor, 0, None if fresh else known[2])  # type: ignore[index]
+        if phase is Phase.UPDATE:
+            self._left[id(tensor)] = (weakref.ref(tensor), tensor._version, stats)
+
+    def _name(self, optimizer: torch.optim.Optimizer, place: tuple[int, int]) -> tuple[str | None, str]:
+        parameter = optimizer.param_groups[place[0]]["params"][place[1]]
+        entry = self.parameters.get(id(parameter))
+        if entry is None:
+            return None, f"param_groups[{place[0]}][{place[1]}]"
+        return entry.owner, entry.name
+
+    def _named(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[int, Named]:
+        named: dict[int, Named] = {}
+        for full_name, tensor in tensors:
+            if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            name = plain_name(full_name, self._wrappers)
+            owner, _, leaf = name.rpartition(".")
+            first = named.setdefault(id(tensor), Named(tensor, owner, leaf))
+            if name != first.name and name not in self.aliases.setdefault(first.name, []):
+                self.aliases[first.name].append(name)
+        return named
+
+
+def _members(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield (number, index), parameter

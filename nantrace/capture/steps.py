@@ -1,0 +1,216 @@
+"""The steps of a trace: when one begins and ends, and what is read of it outside the modules.
+
+Hears of backward, optimizers and scalers through `Lifecycle`, of forward through `CallRecorder`. Decides nothing about
+what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nantrace.capture.buffer import Buffer
+from nantrace.capture.calls import CallRecorder
+from nantrace.capture.gradients import GradientRecorder
+from nantrace.capture.ledger import OpenStep
+from nantrace.capture.lifecycle import StepListener
+from nantrace.capture.quiet import Quiet
+from nantrace.capture.state import StateRecorder
+from nantrace.events import Phase, Role
+
+Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
+
+
+class StepRecorder(StepListener):
+    """Follows the steps.
+
+    A step ends after the last update in it: the next forward, backward or repeated optimizer opens the next one. With a
+    gradient scaler the update of the scale is the last.
+
+    Args:
+        buffer, state: where and how state is recorded.
+        optimizers: known from the start; others are found when they step.
+        batch: what the steps read, recorded when they begin.
+        scaled: a gradient scaler will be used.
+        begins: called when a step has been opened, before anything is read.
+        ended: called with the rows of a finished step and its row of the ledger.
+        failed: told when recording raised.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        state: StateRecorder,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer],
+        batch: Any,
+        scaled: bool,
+        begins: Callable[[], None],
+        ended: Ended,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.active = False
+        self.step: OpenStep | None = None
+        self._buffer = buffer
+        self._state = state
+        self._given = list(optimizers)
+        self._found: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._batch = batch
+        self._scaled = scaled
+        self._begins = begins
+        self._ended = ended
+        self._failed = failed
+        self._next = 0
+        self.gradients = GradientRecorder(buffer, failed)
+        self.calls = CallRecorder(buffer, self.gradients, self.reached, failed)
+
+    @property
+    def aliases(self) -> dict[str, list[str]]:
+        """Other names of shared parameters and buffers."""
+        return self._state.aliases
+
+    def open(self) -> OpenStep:
+        """Begin a step and read what it starts from."""
+        step = self.step = OpenStep(self._next)
+        self._next += 1
+        self.calls.model_called = False
+        self.calls.forget_open_calls()
+        self._begins()
+        with Quiet():
+            self._state.read_names()
+            for entry in self._state.parameters.values():
+                self.gradients.watch_parameter(entry.tensor, entry.owner, entry.name)
+            if self._batch is not None:
+                self._state.observe_batch(self._batch)
+            self._state.observe_parameters(Phase.FORWARD)
+            self._state.observe_buffers(Phase.FORWARD)
+            for optimizer in self._known():
+                self._state.observe_optimizer(optimizer, Phase.FORWARD)
+        return step
+
+    def reached(self) -> OpenStep:
+        """Something of a step happens that no module call surrounds; returns the step it belongs to."""
+        if self.step is not None and self.step.closing:
+            self.end()
+        return self.step or self.open()
+
+    def end(self) -> None:
+        """Finish the open step: read what is left, fetch what devices hold, hand the rows over."""
+        step, self.step = self.step, None
+        if step is None:
+            return
+        with Quiet():
+            for key in step.skipped() & step.gradient_rows.keys():
+                self._buffer.relabel(*step.gradient_rows[key], Phase.POST_BACKWARD)
+            if step.backwards and not step.gradients_seen:
+                self._state.observe_gradients(Phase.POST_BACKWARD)
+            if not step.updated:
+                self._state.observe_buffers(Phase.UPDATE)
+            rows = self._buffer.drain(step.number)
+            missed = self.gradients.never_came() if step.backwards else []
+            ledger = step.row(rows, self._buffer.sites, len(missed), self._notes(missed))
+        self._ended(rows, ledger)
+
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
+        if nested or not self.active:
+            return
+        step = self.reached()
+        step.backwards += 1
+        name = "loss" if accumulates else "differentiated value"
+        with Quiet():
+            for index, root in enumerate(roots):
+                slot = name if len(roots) == 1 else f"{name}[{index}]"
+                hook = self.gradients.hook_on(root) if root.requires_grad else None
+                self._buffer.observe(None, Phase.LOSS, Role.LOSS, slot, root, 0, hook.stats if hook else None)
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._concerned(optimizer):
+            return
+        if self.step is not None and self.step.closing and id(optimizer) in self.step.optimizers:
+            self.end()
+        step = self.step or self.open()
+        step.attempted += 1
+        first_sight = all(known is not optimizer for known in self._known())
+        with Quiet():
+            self._read_gradients(step, optimizer, Phase.OPTIMIZER)
+            if first_sight:
+                self._found.append(weakref.ref(optimizer))
+                self._state.observe_optimizer(optimizer, Phase.OPTIMIZER)
+        step.optimizers.add(id(optimizer))
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        step = self.step
+        if step is None or not self._concerned(optimizer):
+            return
+        with Quiet():
+            self._state.observe_parameters(Phase.UPDATE, optimizer)
+            if not step.updated:
+                self._state.observe_buffers(Phase.UPDATE)
+            self._state.observe_optimizer(optimizer, Phase.UPDATE)
+        step.updated = True
+        if not self._scaled:
+            step.close()
+
+    def scaler_seen(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaled = True
+
+    def scaler_stepped(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
+    ) -> None:
+        step = self.step
+        if step is None or not self._concerned(optimizer):
+            return
+        step.found_inf[id(optimizer)] = found_inf
+        if id(optimizer) not in step.optimizers:
+            step.attempted += 1
+            step.optimizers.add(id(optimizer))
+            with Quiet():
+                self._read_gradients(step, optimizer, Phase.POST_BACKWARD)
+
+    def scaler_updates(self, scaler: torch.amp.GradScaler) -> None:
+        if self.step is not None and scaler._scale is not None:
+            with Quiet():
+                self.step.scale_before = scaler._scale.clone()
+
+    def scaler_updated(self, scaler: torch.amp.GradScaler) -> None:
+        if self.step is not None:
+            if scaler._scale is not None:
+                with Quiet():
+                    self.step.scale_after = scaler._scale.clone()
+            self.step.close()
+
+    def recorder_failed(self, error: Exception) -> None:
+        self._failed(error)
+
+    def _read_gradients(self, step: OpenStep, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
+        begin = len(self._buffer.rows)
+        self._state.observe_gradients(phase, optimizer)
+        step.gradient_rows[id(optimizer)] = (begin, len(self._buffer.rows))
+        step.gradients_seen = True
+        step.learning_rates += [group.get("lr") for group in optimizer.param_groups]
+
+    def _known(self) -> list[torch.optim.Optimizer]:
+        found = (reference() for reference in self._found)
+        return [*self._given, *(optimizer for optimizer in found if optimizer is not None)]
+
+    def _concerned(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self.active and (any(given is optimizer for given in self._given) or self._state.concerns(optimizer))
+
+    def _notes(self, missed: list[tuple[str, Role, str, int]]) -> list[str]:
+        counted = Counter((fqn, role.label, slot) for fqn, role, slot, _ in missed)
+        notes = [
+            f"no gradient came: {fqn or '(model)'} {slot} ({role}, {n})" for (fqn, role, slot), n in counted.items()
+        ]
+        closed = sorted(self.calls.unopened | self._state.unopened)
+        if closed:
+            notes.append(f"not looked into: {', '.join(closed)}")
+        if self.calls.unread:
+            notes.append(f"{self.calls.unread} tensors inside functorch transforms or torch.jit.trace were not read")
+            self.calls.unread = 0
+        return notes
