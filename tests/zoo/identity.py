@@ -63,9 +63,10 @@ def _seed() -> None:
 
 
 def _random_streams() -> dict[str, Bits]:
+    name, key, *rest = np.random.get_state()
     return {
         "random stream of torch": bits(torch.get_rng_state()),
-        "random stream of numpy": repr(np.random.get_state()[1:]) + np.random.get_state()[1].tobytes().hex(),
+        "random stream of numpy": (name, key.tobytes(), rest),
         "random stream of python": random.getstate(),
     }
 
@@ -82,9 +83,9 @@ def _state(model: nn.Module, step: Step) -> dict[str, Bits]:
 
 
 def bits(value: Any) -> Bits:
-    """A value with every tensor in it replaced by its dtype, layout, shape, strides and bytes."""
+    """A value with each tensor replaced by whether it requires grad, its dtype, layout, shape, strides and bytes."""
     if isinstance(value, torch.Tensor):
-        return _tensor_bits(value.detach())
+        return value.requires_grad, _tensor_bits(value.detach())
     if isinstance(value, Mapping):
         return {key: bits(entry) for key, entry in value.items()}
     if isinstance(value, (tuple, list)):
@@ -112,7 +113,7 @@ def surroundings(model: nn.Module, step: Step) -> dict[str, Any]:
         "module flags": [m.training for m in modules],
         "global module hooks": _registers(vars(module_registry), "_hooks"),
         "tensor hooks": [_tensor_hooks(p) for p in model.parameters()],
-        "parameter flags": [(p.requires_grad, sorted(vars(p))) for p in model.parameters()],
+        "parameter attributes": [sorted(vars(p)) for p in model.parameters()],
         "optimizer hooks": _registers(vars(optimizer), "_hooks") if optimizer is not None else None,
         "global optimizer hooks": _registers(vars(optimizer_registry), "_hooks"),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),

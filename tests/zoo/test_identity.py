@@ -93,6 +93,7 @@ def _channels(model: Any) -> None:
         (lambda model, step: model[1].running_mean.add_(1), "buffer 1.running_mean"),
         (lambda model, step: step.optimizer.state[model[4].bias]["exp_avg"].zero_(), "optimizer state"),
         (lambda model, step: _channels(model), "parameter 0.weight"),
+        (lambda model, step: model[4].bias.requires_grad_(False), "parameter 4.bias"),
         (lambda model, step: model.register_buffer("extra", torch.zeros(1)), "buffer extra"),
     ],
 )
@@ -108,6 +109,19 @@ def test_a_changed_result_is_seen() -> None:
     handles: list[Any] = []
     found = _complaints(before=halve, after=lambda model, step: handles[0].remove())
     assert "returned values" in found and "gradient 0.weight" in found and "left behind: module hooks" not in found
+
+
+def test_a_result_cut_off_from_its_graph_is_seen() -> None:
+    def build() -> Program:
+        return nn.Linear(2, 2), torch.ones(1, 2), lambda model, batch: model(batch)
+
+    @contextmanager
+    def cut(model: nn.Module, step: Step) -> Iterator[None]:
+        handle = model.register_forward_hook(lambda module, args, output: output.detach())
+        yield
+        handle.remove()
+
+    assert untraced_equals_traced(build, cut) == ["returned values"]
 
 
 def _unpatch(owner: Any, name: str) -> tuple[Disturb, Callable[[], None]]:
@@ -157,7 +171,7 @@ def _on_grad(param: Tensor) -> None: ...
         (*_unpatch(nn.Linear, "forward"), "patched functions"),
         (lambda m, s: m[4].__setattr__("forward", m[4].forward), lambda: None, "module attributes"),
         (lambda m, s: m[4].eval(), lambda: None, "module flags"),
-        (lambda m, s: m[4].bias.requires_grad_(False), lambda: None, "parameter flags"),
+        (lambda m, s: m[4].bias.__setattr__("note", 1), lambda: None, "parameter attributes"),
         (lambda m, s: sys.setprofile(_no_profile), lambda: sys.setprofile(None), "interpreter"),
         (lambda m, s: warnings.simplefilter("ignore"), lambda: None, "warning filters"),
     ],
