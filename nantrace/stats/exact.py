@@ -1,0 +1,251 @@
+"""Exact counts of strided tensors in host memory, for what `aminmax` alone cannot answer. Knows codes and layouts.
+
+Works on pieces that fit the cache. A piece is masked only if its extremes say that something in it is nonfinite.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nantrace.stats.formats import FLOAT_FORMATS, FloatFormat, byte_format
+from nantrace.stats.layout import Layout, lay_out, pieces, row_major
+
+PIECE = 64 * 1024  # elements
+_POSITIONS = 64 * 1024  # more nonfinite elements than this are not sorted by place, the first is searched for
+_LIMIT = 2**32 - 1  # where the event's optional counts stop
+
+#: (numel, finite, nan, posinf, neginf, min, max, absmin, first_bad, zero, subnormal, saturated, columns)
+Row = tuple[int, int, int, int, int, float, float, float, int, int, int, int, int]
+Mask = npt.NDArray[np.bool_]
+Codes = npt.NDArray[np.unsignedinteger]
+
+RANGE = 16  # Columns.FIRST_BAD, without the price of an enum
+FULL = 31
+NAN = float("nan")
+EMPTY_RANGE: Row = (0, 0, 0, 0, 0, NAN, NAN, NAN, -1, 0, 0, 0, RANGE)
+
+
+@dataclass
+class Tally:
+    """Running statistics over pieces of one tensor; `bad` holds positions of nonfinite elements in memory order."""
+
+    finite: int = 0
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    min: float = math.inf
+    max: float = -math.inf
+    absmin: float = math.inf
+    zero: int = 0
+    subnormal: int = 0
+    saturated: int = 0
+    first_bad: int = -1
+    bad: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+    def see(self, low: float, high: float) -> None:
+        self.min, self.max = min(self.min, low), max(self.max, high)
+
+    def row(self, full: bool, repeats: int = 1) -> Row:
+        """The row of a tensor that shows each counted element `repeats` times."""
+        counts = [count * repeats for count in (self.finite, self.nan, self.posinf, self.neginf)]
+        some = self.finite > 0
+        low, high = (self.min + 0.0, self.max + 0.0) if some else (NAN, NAN)
+        absmin = self.absmin if full and self.absmin < math.inf else NAN
+        optional = [min(count * repeats, _LIMIT) for count in (self.zero, self.subnormal, self.saturated)]
+        if not full:
+            optional = [0, 0, 0]
+        return (sum(counts), *counts, low, high, absmin, self.first_bad, *optional, FULL if full else RANGE)  # type: ignore[return-value]
+
+
+def merge(rows: list[Row], full: bool) -> Row:
+    """The row of the concatenation of tensors that have these rows."""
+    tally, before = Tally(), 0
+    for row in rows:
+        numel, finite, nan, posinf, neginf, low, high, absmin, first_bad, zero, subnormal, saturated, _ = row
+        tally.finite, tally.nan = tally.finite + finite, tally.nan + nan
+        tally.posinf, tally.neginf = tally.posinf + posinf, tally.neginf + neginf
+        tally.zero, tally.subnormal = tally.zero + zero, tally.subnormal + subnormal
+        tally.saturated += saturated
+        if finite:
+            tally.see(low, high)
+        if absmin == absmin:
+            tally.absmin = min(tally.absmin, absmin)
+        if first_bad >= 0 and tally.first_bad < 0:
+            tally.first_bad = before + first_bad
+        before += numel
+    return tally.row(full)
+
+
+def float_row(tensor: torch.Tensor, full: bool) -> Row:
+    """The row of a tensor of a dtype in `FLOAT_FORMATS`, nonempty, without lazy conjugation or negation."""
+    layout, form = lay_out(tensor), FLOAT_FORMATS[tensor.dtype]
+    if not full:
+        low, high = _extremes(layout.elements)
+        if -math.inf < low and high < math.inf:
+            numel = tensor.numel()
+            return (numel, numel, 0, 0, 0, low + 0.0, high + 0.0, NAN, -1, 0, 0, 0, RANGE)
+    tally, before, found = Tally(), 0, 0
+    for piece in pieces(layout.elements, PIECE):
+        bad = _count_piece(piece, form, full, tally)
+        if bad is not None and found <= _POSITIONS and (not found or not layout.ordered):
+            positions = np.flatnonzero(bad)
+            found += len(positions)
+            tally.bad.append(positions[: 1 if layout.ordered else None] + before)
+        before += len(piece)
+    if found:
+        known = found <= _POSITIONS or layout.ordered
+        tally.first_bad = layout.flat_index(np.concatenate(tally.bad)) if known else _search(layout, form)
+    return tally.row(full, layout.repeats)
+
+
+def _extremes(elements: torch.Tensor) -> tuple[float, float]:
+    real = torch.view_as_real(elements) if elements.is_complex() else elements
+    low, high = torch.aminmax(real)
+    return low.item(), high.item()
+
+
+def _codes(piece: torch.Tensor, form: FloatFormat) -> Codes:
+    """The codes of a piece, in its shape."""
+    return piece.view(form.bits).numpy().view(form.code)
+
+
+def _count_piece(piece: torch.Tensor, form: FloatFormat, full: bool, tally: Tally) -> Mask | None:
+    """Adds a piece to the tally. Returns which elements are nonfinite, None if none is."""
+    low, high = _extremes(piece)
+    codes = _codes(piece, form)
+    if -math.inf < low and high < math.inf:
+        tally.finite += len(codes)
+        tally.see(low, high)
+        if full:
+            _count_finite(codes, form, tally)
+        return None
+    magnitudes = codes & codes.dtype.type(form.magnitude)
+    is_nan, bad = _any(magnitudes > form.inf), _any(magnitudes >= form.inf)
+    nan, count = _true(is_nan), _true(bad)
+    tally.nan += nan
+    if nan < count:
+        posinf = _true(_any(codes == form.inf) & ~is_nan)
+        tally.posinf += posinf
+        tally.neginf += count - nan - posinf
+    if count < len(codes):
+        good = codes[~bad]
+        tally.finite += len(good)
+        tally.see(*_extreme_codes(good, form))
+        if full:
+            _count_finite(good, form, tally)
+    return bad
+
+
+def _true(mask: npt.NDArray[np.generic]) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _any(parts: Mask) -> Mask:
+    return parts if parts.ndim == 1 else parts[:, 0] | parts[:, 1]
+
+
+def _all(parts: Mask) -> Mask:
+    return parts if parts.ndim == 1 else parts[:, 0] & parts[:, 1]
+
+
+def _extreme_codes(codes: Codes, form: FloatFormat) -> tuple[float, float]:
+    """Smallest and largest number: nonnegative codes order as signed integers, negative ones in reverse."""
+    signed = codes.view(form.signed)
+    least, most = int(codes.min()), int(codes.max())
+    low = most if most & form.sign else least
+    high = least if least & form.sign else int(signed.max())
+    return form.value(low), form.value(high)
+
+
+def _count_finite(codes: Codes, form: FloatFormat, tally: Tally) -> None:
+    magnitudes = codes & codes.dtype.type(form.magnitude)
+    if int(magnitudes.max()) == form.largest:
+        tally.saturated += _true(_any(magnitudes == form.largest))
+    # One less, unsigned: zero becomes the largest code, and the smallest is that of the smallest nonzero magnitude.
+    least = int((magnitudes - magnitudes.dtype.type(1)).min()) + 1
+    if least > form.magnitude:
+        tally.zero += len(codes)
+        return
+    tally.absmin = min(tally.absmin, form.value(least))
+    tally.zero += _true(_all(magnitudes == 0))
+    if least < form.normal:
+        tally.subnormal += _true(_any((magnitudes != 0) & (magnitudes < form.normal)))
+
+
+def _search(layout: Layout, form: FloatFormat) -> int:
+    """Row-major index of the first nonfinite element, by reading in row-major order until there is one."""
+    layout, before = row_major(layout), 0
+    for piece in pieces(layout.elements, PIECE):
+        codes = _codes(piece, form)
+        bad = np.flatnonzero(_any(codes & codes.dtype.type(form.magnitude) >= form.inf))
+        if len(bad):
+            return layout.flat_index(bad[:1] + before)
+        before += len(piece)
+    raise AssertionError("a nonfinite element was counted and is not there")
+
+
+def byte_row(tensor: torch.Tensor, full: bool) -> Row:
+    """The row of a nonempty tensor of one byte an element, from how often each of the 256 bytes occurs."""
+    form = byte_format(tensor.dtype)
+    layout = lay_out(tensor.view(torch.uint8))
+    histogram = torch.zeros(256, dtype=torch.int64)
+    for piece in pieces(layout.elements, 16 * PIECE):
+        histogram += torch.bincount(piece, minlength=256)
+    counts = histogram.numpy()
+    values, magnitudes = form.values, np.abs(form.values)
+    is_nan: Mask = np.logical_or.reduce(np.isnan(values), axis=1)
+    bad: Mask = np.logical_or.reduce(~np.isfinite(values), axis=1)
+    posinf = (values == np.inf).any(1) & ~is_nan
+    subnormal = ((magnitudes > 0) & (magnitudes < form.normal)).any(1) & ~bad
+
+    def total(mask: Mask) -> int:
+        return int(counts[mask].sum())
+
+    tally = Tally(finite=total(~bad), nan=total(is_nan), posinf=total(posinf), neginf=total(bad & ~is_nan & ~posinf))
+    tally.zero, tally.subnormal = total((values == 0).all(1)), total(subnormal)
+    tally.saturated = total((magnitudes == form.largest).any(1) & ~bad)
+    present = values[(counts > 0) & ~bad]
+    if present.size:
+        tally.see(float(present.min()), float(present.max()))
+        tally.absmin = float(np.abs(present[present != 0]).min(initial=math.inf))
+    if tally.finite < tensor.numel() // layout.repeats:
+        tally.first_bad = _first_byte(row_major(layout), bad)
+    return tally.row(full, layout.repeats)
+
+
+def _first_byte(layout: Layout, bad: Mask) -> int:
+    before = 0
+    for piece in pieces(layout.elements, PIECE):
+        found = np.flatnonzero(bad[piece.numpy()])
+        if len(found):
+            return layout.flat_index(found[:1] + before)
+        before += len(piece)
+    raise AssertionError("a nonfinite element was counted and is not there")
+
+
+def integer_row(tensor: torch.Tensor, full: bool) -> Row:
+    """The row of a nonempty tensor of integers or booleans: all finite, none subnormal or saturated."""
+    layout = lay_out(tensor)
+    tally = Tally(finite=layout.elements.numel())
+    for piece in pieces(layout.elements, PIECE):
+        codes = piece.numpy()
+        low, high = int(codes.min()), int(codes.max())
+        tally.see(float(low), float(high))
+        if full:
+            count = _true(codes)
+            tally.zero += len(codes) - count
+            nonzero = codes[codes != 0] if count < len(codes) else codes
+            tally.absmin = min(tally.absmin, _least_magnitude(nonzero))
+    return tally.row(full, layout.repeats)
+
+
+def _least_magnitude(nonzero: npt.NDArray[np.generic]) -> float:
+    # In two halves: the magnitude of the smallest integer of a dtype doesn't fit into it.
+    above = nonzero[nonzero > 0]  # type: ignore[operator]
+    below = nonzero[nonzero < 0] if len(above) < len(nonzero) else above[:0]  # type: ignore[operator]
+    return min(float(above.min()) if len(above) else math.inf, -float(below.max()) if len(below) else math.inf)
