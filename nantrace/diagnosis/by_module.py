@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nantrace.diagnosis import evidence, growth
-from nantrace.diagnosis.parents import NAN, Root, births, enclosing, is_external, is_real, overflowed, parents
+from nantrace.diagnosis.parents import INF, NAN, Root, births, enclosing, is_external, is_real, overflowed, parents
 from nantrace.diagnosis.seen import Seen
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.events import Phase, Role, Trace
@@ -120,13 +120,19 @@ def _is_own_content(seen: Seen, sink: int, roots: Sequence[Root]) -> bool:
 
 
 def _roots(seen: Seen, sink: int) -> list[Root]:
-    step = int(seen.step[sink])
-    first = seen.bounds(step)[0]
-    rows = np.flatnonzero(seen.bad[: sink + 1])
-    # What earlier steps kept is the state rows alone; their flow was judged when they were looked at.
-    rows = rows[(rows >= first) | np.isin(seen.role[rows], [int(Role.PARAM), int(Role.BUFFER), int(Role.STATE)])]
-    found = births(seen, (int(row) for row in rows))
-    return sorted(found.get((sink, NAN), frozenset()) | found.get((sink, "inf"), frozenset()))
+    """Where the nonfinite values of a row came from, through earlier steps if state carried them over."""
+    found = births(seen, _bad_rows(seen, sink))
+    roots = found.get((sink, NAN), frozenset()) | found.get((sink, INF), frozenset())
+    first = seen.bounds(int(seen.step[sink]))[0]
+    now = {root for root in roots if root[0] >= first or is_external(seen, root[0])}
+    earlier = (_roots(seen, row) for row, _ in roots - now)
+    return sorted(now.union(*earlier))
+
+
+def _bad_rows(seen: Seen, last: int) -> list[int]:
+    """Nonfinite rows of the step of row `last`, up to it."""
+    first = seen.bounds(int(seen.step[last]))[0]
+    return [int(row) for row in first + np.flatnonzero(seen.bad[first : last + 1])]
 
 
 def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
@@ -146,7 +152,7 @@ def _escape(seen: Seen, sink: int, roots: Sequence[Root]) -> Root:
     """A mark that reached the loss: the first row on its way that is no longer a mark, else where it was put in."""
     way = _way(seen, roots[0][0], sink)
     turned = [row for row in way if not seen.mark[row]]
-    return (turned[0], NAN if seen.nan[turned[0]] else "inf") if turned else roots[0]
+    return (turned[0], NAN if seen.nan[turned[0]] else INF) if turned else roots[0]
 
 
 def _contained(seen: Seen) -> Blame | None:
@@ -159,12 +165,14 @@ def _contained(seen: Seen) -> Blame | None:
             continue
         if seen.mark[rows].all() and not any(overflowed(seen, int(row)) for row in rows):
             continue
-        found = births(seen, (int(row) for row in rows))
+        found = births(seen, _bad_rows(seen, last - 1))
         roots = sorted({root for some in found.values() for root in some})
-        real = [root for root in roots if is_real(seen, root) and not is_external(seen, root[0])]
+        # What state carried over from an earlier step was judged there.
+        born = [root for root in roots if root[0] >= first and not is_external(seen, root[0])]
+        real = [root for root in born if is_real(seen, root)]
         sinks = _sinks(seen, int(step))
         reached = [s for s in sinks if seen.role[s] != Role.BUFFER]
-        at_sinks = {r for s in reached for kind in (NAN, "inf") for r in found.get((s, kind), ())}
+        at_sinks = {r for s in reached for kind in (NAN, INF) for r in found.get((s, kind), ())}
         chosen = [root for root in real if root in at_sinks] or real
         if not chosen:
             continue
@@ -182,7 +190,7 @@ def _absorbed_state(seen: Seen) -> Verdict | None:
     """A parameter, a moment or a running variance that holds NaN or +inf and is read, but shows in no result."""
     for row in np.flatnonzero(seen.bad & ~seen.mark):
         if is_external(seen, int(row)) and _is_read(seen, int(row)):
-            origin = _origin(seen, (int(row), NAN if seen.nan[row] else "inf"))
+            origin = _origin(seen, (int(row), NAN if seen.nan[row] else INF))
             said = evidence.absorbed(seen, int(row))
             return Verdict("contained", "state", "bad_state", origin, said, evidence.advice_for_state(seen, int(row)))
     return None

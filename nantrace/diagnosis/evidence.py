@@ -77,20 +77,17 @@ def sentences(
 ) -> tuple[str, ...]:
     """What happened, what was seen before it, how it came about, what it reached, what was not seen."""
     said = [_what(seen, row, cause), _earlier(seen, row)]
-    for rule in (growth.grew_by_block, growth.huge_parameters):
-        sentence = rule(seen, row)
-        if sentence and not is_external(seen, row):
-            said.append(sentence)
-    said += _magnitudes(seen, row)
+    if not is_external(seen, row):
+        before = growth.grew_by_block(seen, row) or growth.one_block_before(seen, row)
+        said += [*_magnitudes(seen, row), before or "", growth.huge_parameters(seen, row) or ""]
     said.append(_fate(seen, status, row, sink))
     return tuple(sentence for sentence in (*said, _gap(seen, row)) if sentence)
 
 
 def _what(seen: Seen, row: int, cause: str | None) -> str:
-    held = counts(seen.stats(row))
     if is_external(seen, row):
-        return f"{seen.name(row)} was nonfinite before the step used it: {held}."
-    return f"{_reason(seen, row, cause)} It holds {held}."
+        return f"{seen.name(row)} was nonfinite before the step used it: {counts(seen.stats(row))}."
+    return _reason(seen, row, cause)
 
 
 def _reason(seen: Seen, row: int, cause: str | None) -> str:

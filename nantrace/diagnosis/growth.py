@@ -54,12 +54,7 @@ def _parameter_sizes(seen: Seen, step: int) -> list[tuple[float, str]]:
 
 def grew_by_block(seen: Seen, row: int) -> str | None:
     """A sentence when the output had been growing by a steady factor through the blocks before this one."""
-    site = seen.site(row)
-    if seen.role[row] != Role.OUTPUT or not site.module or not re.search(r"\d", site.module):
-        return None
-    pattern = _blockless(site.module)
-    rows = [int(r) for r in seen.rows(int(seen.step[row]), Role.OUTPUT, phases=[site.phase]) if r < row]
-    rows = [r for r in rows if _blockless(seen.site(r).module or "") == pattern and not seen.bad[r]]
+    rows = _in_blocks_before(seen, row)
     sizes = [seen.absmax(r) for r in rows]
     if len(sizes) < 3 or min(sizes) <= 0:
         return None
@@ -71,6 +66,25 @@ def grew_by_block(seen: Seen, row: int) -> str | None:
         f"It is only the messenger: outputs grew by a factor of about {middle:.3g} a block, from {sizes[0]:.3g} in "
         f"{seen.site(rows[0]).module} to {sizes[-1]:.3g} in {seen.site(rows[-1]).module}."
     )
+
+
+def one_block_before(seen: Seen, row: int) -> str | None:
+    """How large the same output of the block before was."""
+    rows = _in_blocks_before(seen, row)
+    if not rows:
+        return None
+    return f"The same output of {seen.site(rows[-1]).module} reached {seen.absmax(rows[-1]):.3g}."
+
+
+def _in_blocks_before(seen: Seen, row: int) -> list[int]:
+    """Finite outputs before `row` of modules whose names differ from its own in numbers alone."""
+    site = seen.site(row)
+    if seen.role[row] != Role.OUTPUT or not site.module or not re.search(r"\d", site.module):
+        return []
+    pattern = _blockless(site.module)
+    rows = [int(r) for r in seen.rows(int(seen.step[row]), Role.OUTPUT, phases=[site.phase]) if r < row]
+    named = [r for r in rows if seen.site(r).slot == site.slot and seen.site(r).module != site.module]
+    return [r for r in named if _blockless(seen.site(r).module or "") == pattern and not seen.bad[r]]
 
 
 def _blockless(module: str) -> str:

@@ -123,8 +123,12 @@ def _datalike(seen: Seen, row: int) -> bool:
 
 
 def _same_before(seen: Seen, row: int, role: Role) -> tuple[int, ...]:
-    before = seen.before(row, role, seen.name(row))
-    return (before,) if before is not None and seen.bad[before] else ()
+    """The row in which the same tensor turned nonfinite, if it has been so ever since."""
+    rows = seen.rows_of_name.get((int(role), seen.name(row)), np.array([], dtype=np.int64))
+    earlier = rows[rows < row]
+    finite = np.flatnonzero(~seen.bad[earlier])
+    since = earlier[int(finite[-1]) + 1 :] if finite.size else earlier
+    return (int(since[0]),) if since.size else ()
 
 
 def _bad(seen: Seen, rows: Iterable[int], before: int) -> list[int]:
@@ -249,7 +253,7 @@ def _backward_outside(seen: Seen, row: int) -> tuple[int, ...]:
 def _of_gradient(seen: Seen, row: int, phase: Phase) -> tuple[int, ...]:
     step = int(seen.step[row])
     if phase in (Phase.POST_BACKWARD, Phase.OPTIMIZER):
-        before = _same_before(seen, row, Role.GRAD)
+        before = _accumulated_before(seen, row)
         spread = [int(r) for r in seen.rows(step, Role.GRAD) if r < row and seen.phase[r] < phase and seen.bad[r]]
         return before or tuple(spread)
     owner = seen.site(row).module or ""
@@ -265,8 +269,8 @@ def _of_gradient(seen: Seen, row: int, phase: Phase) -> tuple[int, ...]:
 
 
 def _accumulated_before(seen: Seen, row: int) -> tuple[int, ...]:
-    before = _same_before(seen, row, Role.GRAD)
-    return tuple(r for r in before if seen.step[r] == seen.step[row])
+    before = seen.before(row, Role.GRAD, seen.name(row))
+    return (before,) if before is not None and seen.bad[before] and seen.step[before] == seen.step[row] else ()
 
 
 def _upwards(module: str) -> Iterable[str]:

@@ -1,0 +1,178 @@
+"""The public functions: the one place where capture, store, diagnosis, replay and rendering are joined.
+
+Each function imports what it needs when called, so that reading a trace loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from nantrace.diagnosis.diagnose import diagnose
+from nantrace.diagnosis.verdict import Verdict
+from nantrace.events import Trace
+from nantrace.render.report import Report
+from nantrace.render.sentence import sentence
+
+if TYPE_CHECKING:
+    import torch
+
+    from nantrace.capture.tracer import Tracer
+    from nantrace.replay.step import Step
+
+__all__ = ["bisect", "diagnose", "load", "report", "trace"]
+
+
+def trace(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    batch: Any = None,
+    modules: str | Sequence[str] | None = None,
+    depth: int | None = None,
+    ops: bool = False,
+    on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
+    capture: str | os.PathLike[str] | None = None,
+    keep_steps: int | None = None,
+    overwrite: bool = False,
+    stats: Literal["auto", "range", "full"] = "auto",
+) -> Tracer:
+    """Record training steps; a context manager.
+
+    Args:
+        model: the model to trace. Nothing in it is changed.
+        path: file to write; None keeps the trace in memory as `tracer.trace`.
+        optimizer, scaler: found when they step if they are not handed over.
+        batch: what the step reads, a tensor or any nesting of them; its tensors are named in the verdict.
+        modules: globs on FQNs that select modules; None all.
+        depth: deepest level of modules to record: 0 the model alone, None all.
+        ops: record single ops too, which is many times slower and names the op at fault.
+        on_nonfinite: what a fault does at the end of its step: "warn", "raise" a `NonfiniteError`, or "ignore".
+        capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`.
+        keep_steps: hold only so many steps back, written when a step is at fault and at the end.
+        overwrite: replace an existing file.
+        stats: "range" (counts, min, max), "full", or "auto": full where it costs the same.
+
+    Raises:
+        TraceExistsError: the path is taken and `overwrite` is False (when the block is entered).
+        ValueError: an option is out of range.
+
+    Example:
+        >>> with nantrace.trace(model, "step.h5", optimizer=optimizer, batch=batch) as tracer:
+        ...     loss_of(model(batch)).backward()
+        ...     optimizer.step()
+    """
+    from nantrace.capture.tracer import Tracer
+
+    return Tracer(
+        model,
+        path=path,
+        optimizer=optimizer,
+        scaler=scaler,
+        batch=batch,
+        modules=modules,
+        depth=depth,
+        on_nonfinite=on_nonfinite,
+        keep_steps=keep_steps,
+        overwrite=overwrite,
+        stats=stats,
+        judge=_judge(path),
+    )
+
+
+def load(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace file; needs no torch.
+
+    Raises:
+        TraceFormatError: the file is not a trace, or one that this version cannot read.
+        NantraceError: there is no such file.
+    """
+    from nantrace.store.reader import load as read
+
+    return read(path)
+
+
+def bisect(
+    step_or_run: Step | Callable[..., Any],
+    model: torch.nn.Module | None = None,
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    capture: str | os.PathLike[str] | None = None,
+    depth: Literal["module", "op"] = "op",
+    anomaly: bool = False,
+    max_replays: int = 20,
+    path: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Replay a step, coarse to fine, until the op is found in which its first harmful nonfinite value was born.
+
+    Args:
+        step_or_run: a `nantrace.Step`, or its `run` function: `run(model, batch)`, or `run()` without a batch.
+        model, batch, optimizer, scaler: as for `nantrace.Step`; only with a `run` function.
+        capture: a captured step to replay from, in place of the present state.
+        depth: "module" stops at modules, "op" goes on to one op.
+        anomaly: also run `torch.autograd.detect_anomaly` where it can help.
+        max_replays: how often the step may be run.
+        path: file for the trace of the last replay.
+        progress: told a line about each replay.
+
+    Raises:
+        ReplayError: the step cannot be replayed.
+        CaptureError: the captured step cannot be read, or does not belong to this model.
+        TypeError: a step and a model were both given, or neither.
+    """
+    from nantrace.replay.bisect import bisect as replay
+
+    step = _step(step_or_run, model, batch, optimizer, scaler)
+    return replay(
+        step, capture=capture, depth=depth, anomaly=anomaly, max_replays=max_replays, path=path, progress=progress
+    )
+
+
+def report(trace_or_verdict: Trace | Verdict) -> Report:
+    """A trace with its verdict, or a verdict alone, ready to be printed, shown in a notebook, or saved.
+
+    Raises:
+        TypeError: something else was given.
+    """
+    if isinstance(trace_or_verdict, Verdict):
+        return Report(trace_or_verdict)
+    if isinstance(trace_or_verdict, Trace):
+        return Report(diagnose(trace_or_verdict), trace_or_verdict)
+    kind = type(trace_or_verdict).__name__
+    raise TypeError(f"report got a {kind}: pass a Trace (nantrace.load(path), tracer.trace) or a Verdict.")
+
+
+def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:
+    """What a tracer asks of a step that holds nonfinite values."""
+
+    def judge(trace: Trace) -> tuple[str | None, bool]:
+        verdict = diagnose(trace)
+        fault = verdict.status == "fault"
+        return (sentence(verdict, None if path is None else os.fspath(path)) if fault else None), fault
+
+    return judge
+
+
+def _step(
+    step_or_run: Step | Callable[..., Any],
+    model: torch.nn.Module | None,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    scaler: torch.amp.GradScaler | None,
+) -> Step:
+    from nantrace.replay.step import Step
+
+    if isinstance(step_or_run, Step):
+        if any(given is not None for given in (model, batch, optimizer, scaler)):
+            raise TypeError("bisect got a Step and a model, batch, optimizer or scaler: the Step holds these already.")
+        return step_or_run
+    if model is None:
+        kind = type(step_or_run).__name__
+        raise TypeError(f"bisect got a {kind} without a model: pass bisect(run, model, batch) or a nantrace.Step.")
+    return Step(step_or_run, model, batch, optimizer=optimizer, scaler=scaler)

@@ -1,0 +1,90 @@
+"""What a trace covers, without judging it: steps, events, modules, and what was not observed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from nantrace.events import Trace
+from nantrace.render.cells import harmless, table, wrap
+
+_SHOWN = 20  # steps
+
+
+def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
+    """The lines that `nantrace info` prints, at most `width` columns wide."""
+    lines: list[str] = []
+    for label, value in _facts(trace):
+        lines += wrap(harmless(value, ascii), width, 14, f"{label:<14}")
+    if trace.steps:
+        lines += ["", *_steps(trace, width, ascii)]
+    notes = _notes(trace)
+    if notes:
+        lines += ["", "Not observed:"]
+        for note in notes:
+            lines += wrap(harmless(note, ascii), width, 4)
+    lines += ["", *wrap(harmless(f"nantrace report {shlex.quote(trace.path or 'TRACE')}", ascii), width, 6, "Next: ")]
+    return "\n".join(lines)
+
+
+def _facts(trace: Trace) -> list[tuple[str, str]]:
+    bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
+    facts = [
+        ("trace", trace.path or "in memory"),
+        ("state", "complete" if trace.complete else "incomplete: the writer did not close it"),
+        ("steps", f"{len(trace.steps):,}"),
+        ("events", f"{len(trace):,}, {int(bad.sum()):,} of them nonfinite"),
+        ("sites", f"{len(trace.sites):,} in {len({site.module for site in trace.sites if site.module}):,} modules"),
+        ("modules", f"{len(trace.modules):,} in the model"),
+        ("ops", "recorded" if trace.lineage is not None else "not recorded"),
+    ]
+    facts += [(key, str(value)) for key, value in sorted(trace.meta.items()) if isinstance(value, (str, int, float))]
+    return facts
+
+
+def _steps(trace: Trace, width: int, ascii_only: bool) -> list[str]:
+    head = ["step", "events", "loss", "lr", "scale", "update"]
+    shown = trace.steps[:_SHOWN]
+    rows = [[harmless(cell, ascii_only) for cell in _step(step)] for step in shown]
+    lines = table([head, *rows], [True, True, True, True, True, False], width, 3, ascii_only)
+    hidden = len(trace.steps) - len(shown)
+    return lines + ([f"and {hidden:,} more"] if hidden else [])
+
+
+def _step(step: Mapping[str, Any]) -> list[str]:
+    skipped, committed = step.get("skipped") or 0, step.get("committed")
+    update = (
+        "skipped"
+        if skipped and not committed
+        else "partly skipped"
+        if skipped
+        else "committed"
+        if committed
+        else "none"
+    )
+    return [
+        str(step.get("step", "")),
+        f"{step.get('events', 0):,}",
+        _number(step.get("loss")),
+        _number(step.get("lr")),
+        _number(step.get("scale_before")),
+        update,
+    ]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "."
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_number(part) for part in value)
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _notes(trace: Trace) -> list[str]:
+    notes: dict[str, None] = {}
+    for step in trace.steps:
+        for note in step.get("notes") or ():
+            notes.setdefault(str(note))
+    said = list(notes)
+    return said[:_SHOWN] + ([f"and {len(said) - _SHOWN} more"] if len(said) > _SHOWN else [])

@@ -1,0 +1,34 @@
+"""A verdict in one sentence: what a warning says."""
+
+from __future__ import annotations
+
+import shlex
+
+from nantrace.diagnosis.verdict import Origin, Verdict
+from nantrace.render.cells import harmless, shorten
+
+
+def sentence(verdict: Verdict, path: str | None = None) -> str:
+    """The first nonfinite tensor, the stage and the cause, and where to read on.
+
+    Args:
+        verdict: of a fault.
+        path: of the trace file, if there is one.
+    """
+    where = "print(nantrace.report(tracer.trace))" if path is None else f"nantrace report {shlex.quote(path)}"
+    found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict.origin)}"
+    cause = f", {verdict.cause.replace('_', ' ')}" if verdict.cause else ""
+    stage = f" ({verdict.stage}{cause})" if verdict.stage else ""
+    step = f"step {verdict.origin.step}: " if verdict.origin is not None and verdict.origin.step else ""
+    return harmless(f"{step}{found}{stage}. See: {where}")
+
+
+def _tensor(origin: Origin) -> str:
+    stats = origin.output
+    name = origin.tensor or "value"
+    if origin.module and not name.startswith(origin.module):
+        name = f"{origin.module} {name}"
+    shape = f" {list(stats.shape)}" if stats is not None else ""
+    counts = [(stats.nan, "nan"), (stats.posinf, "inf"), (stats.neginf, "-inf")] if stats is not None else []
+    held = "".join(f", {count:,} {what}" for count, what in counts if count)
+    return f"{origin.phase}, {shorten(name, 80)}, {origin.dtype}{shape}{held}"
