@@ -191,8 +191,9 @@ def _absorbed_state(seen: Seen) -> Verdict | None:
     for row in np.flatnonzero(seen.bad & ~seen.mark):
         if is_external(seen, int(row)) and _is_read(seen, int(row)):
             origin = _origin(seen, (int(row), NAN if seen.nan[row] else INF))
+            cause = evidence.cause(seen, int(row), "state")
             said = evidence.absorbed(seen, int(row))
-            return Verdict("contained", "state", "bad_state", origin, said, evidence.advice_for_state(seen, int(row)))
+            return Verdict("contained", "state", cause, origin, said, evidence.advice_for_state(seen, int(row)))
     return None
 
 

@@ -13,6 +13,8 @@ from nantrace.diagnosis.seen import LARGEST, Call, Seen
 from nantrace.diagnosis.verdict import Stage, Status
 from nantrace.events import Phase, Role, TensorStats
 
+BAD_STATE = {Role.PARAM: "bad_param", Role.BUFFER: "bad_buffer", Role.STATE: "bad_moment"}
+
 
 def skipped(seen: Seen, step: int) -> bool:
     """Whether a GradScaler skipped the update of this step."""
@@ -66,10 +68,10 @@ def cause(seen: Seen, row: int, stage: Stage) -> str | None:
     if stage == "input":
         return "bad_input"
     if is_external(seen, row):
-        return "bad_state"
+        return BAD_STATE[Role(int(seen.role[row]))]
     if seen.infinite[row] and overflowed(seen, row):
         return "overflow"
-    return "exploding_updates" if stage == "update" and growth.exploded(seen, row) else None
+    return "exploding_update" if stage == "update" and growth.exploded(seen, row) else None
 
 
 def sentences(
@@ -267,7 +269,7 @@ def advice(seen: Seen, row: int, stage: Stage, cause: str | None, status: Status
     call: Call | None = enclosing(seen, row)
     name, dtype = named(call.module if call else None), seen.site(row).dtype
     found = []
-    if stage == "update" and cause == "exploding_updates":
+    if stage == "update" and cause == "exploding_update":
         found.append("Repeat the steps with a tenth of the learning rate, or with gradients clipped before the update.")
     elif stage == "update":
         found.append(

@@ -172,7 +172,7 @@ def test_a_parameter_that_was_bad_before_the_step_is_named() -> None:
         written.run("head", made=NAN)
     written.loss(nan=1)
     verdict = judge(written)
-    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "state", "bad_state")
+    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "state", "bad_param")
     assert verdict.origin is not None
     assert (verdict.origin.tensor, verdict.origin.module) == ("head.bias", "head")
 
@@ -423,7 +423,7 @@ def test_weights_that_exploded_before_the_failure_make_it_a_fault_of_the_update(
         written.run("net", made=POSINF)
     written.loss(posinf=1)
     verdict = judge(written)
-    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "update", "exploding_updates")
+    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "update", "exploding_update")
     assert "0.5 before the first step and 4e+05 (net.weight)" in said(verdict)
 
 
