@@ -17,7 +17,7 @@ import numpy.typing as npt
 from nantrace.errors import NantraceError, TraceFormatError
 from nantrace.events import EVENT, ModuleEntry, Phase, Role, Site, Trace
 from nantrace.lineage import Lineage
-from nantrace.store.plain import from_json, lineage_from_json
+from nantrace.store.plain import from_json
 from nantrace.store.schema import FORMAT_MAJOR, FORMAT_MINOR, NULL, TABLE_VERSION, TABLES, join_names, unescape
 
 _BLOCK = 65_536  # rows of events read at once
@@ -348,4 +348,16 @@ def _steps(ledger: bytes) -> tuple[dict[str, Any], ...]:
 
 def _lineage(text: bytes) -> Lineage | None:
     lines = _lines(text)
-    return lineage_from_json(lines[-1]) if lines else None
+    if not lines:
+        return None
+    lineage = Lineage.from_json(lines[-1].decode("ascii"))
+    known = len(lineage.events)
+    if [event.id for event in lineage.events] != list(range(1, known + 1)):
+        raise _Refused(
+            "has a lineage whose events are not numbered from 1 by ones: it is damaged, trace the step again"
+        )
+    parents = [id for event in lineage.events for id in (*event.nan_parents, *event.inf_parents)]
+    lost = [id for id in (*parents, *(id for sink in lineage.sinks for id, _ in sink.starts)) if not 1 <= id <= known]
+    if lost:
+        raise _Refused(f"has a lineage that refers to event {lost[0]} of {known}: it is damaged, trace the step again")
+    return lineage

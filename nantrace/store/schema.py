@@ -61,8 +61,9 @@ they were not recorded as one number. Row i repeats line i of `/ledger`, which i
 to step. The JSON is strict: a nonfinite float is {"finite": false, "value": "nan" | "inf" | "-inf"}, a text with
 surrogates is {"escaped": text escaped as in `/names`}. Sequences come back as tuples.
 
-**`/lineage`**, bytes (u1) like `/ledger`: each line is one `nantrace.lineage.Lineage` as an object of its fields, and
-the last line counts. No line: no ops were recorded.
+**`/lineage`**, bytes (u1): each line is one `nantrace.lineage.Lineage` as its `to_json` writes it, ended by a line
+feed, and the last line counts. No line: no ops were recorded. Its JSON is strict as well; a nonfinite float is
+{"float": "nan" | "inf" | "-inf"}.
 
 **Killed writers.** After SIGKILL at any moment the file MUST open with plain h5py and hold every row whose flush
 returned. Two measures serve this. Rows are written straight into space that was allocated before, so that a flush

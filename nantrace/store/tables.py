@@ -7,6 +7,7 @@ change of metadata when it is written; and HDF5 writes the superblock, which sta
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -20,6 +21,8 @@ from nantrace.store.schema import COMMITTED, TABLE_VERSION, TABLES
 WRITING = {"libver": ("earliest", "v108"), "rdcc_nbytes": 0}
 
 _SUPERBLOCK_0 = b"\x89HDF\r\n\x1a\n\x00"
+_INDEX_BYTES = 128  # more than one chunk costs in the index: nodes of 2096 bytes, at least half full of 64 entries
+_SPARE_BYTES = 16_384  # for new levels of the index
 _END_OF_FILE_AT = 40  # offset of the end-of-file address in a superblock of version 0 with 8-byte addresses
 
 
@@ -27,12 +30,14 @@ class Table:
     """One dataset that grows.
 
     Attributes:
+        chunk, chunk_bytes: rows and bytes of one chunk.
         rows: how many rows were appended.
         capacity: how many rows have space in the file.
     """
 
     def __init__(self, file: h5py.File, name: str) -> None:
         row, self.chunk = TABLES[name]
+        self.chunk_bytes = self.chunk * row.itemsize
         self.name = name
         self.rows = 0
         self.capacity = self.chunk
@@ -82,11 +87,7 @@ class Tables:
         table = self._tables[name]
         needed = table.rows + len(rows)
         if needed > table.capacity:
-            # By a quarter: a million rows cost some thirty changes of metadata, and a killed file holds at most
-            # a quarter of empty space.
-            chunks = max(-(-needed // table.chunk), table.capacity // table.chunk * 5 // 4)
-            table.resize(chunks * table.chunk)
-            self._flush_growth()
+            self._grow(table, needed)
         table.write(rows)
 
     def commit(self) -> None:
@@ -106,16 +107,33 @@ class Tables:
             table.resize(table.rows)
         self._file.flush()
 
-    def _flush_growth(self) -> None:
-        """Writes the metadata of a table that grew.
+    def _grow(self, table: Table, needed: int) -> None:
+        """Makes room for `needed` rows, and a quarter more than there was.
 
-        HDF5 would write the index of the new chunks first and the end of the file last: killed in between, the
-        index points behind the end and the file does not open. So the end is raised beforehand, by hand.
+        A million rows cost some thirty changes of metadata this way, and a killed file holds at most a quarter of
+        empty space. The disk's space is claimed first: were it missing when HDF5 writes the index, the file were lost.
+        Then the end of the file is raised by hand. HDF5 writes it after the index: killed in between, the index would
+        point behind the end and the file would not open.
         """
-        end = self._file.id.get_filesize()
+        chunks = max(-(-needed // table.chunk), table.capacity // table.chunk * 5 // 4)
+        added = chunks - table.capacity // table.chunk
         descriptor = self._file.id.get_vfd_handle()
-        if hasattr(os, "pwrite") and os.pread(descriptor, 9, 0) == _SUPERBLOCK_0:
-            if os.fstat(descriptor).st_size < end:
-                os.ftruncate(descriptor, end)
+        _claim(descriptor, self._file.id.get_filesize(), added * (table.chunk_bytes + _INDEX_BYTES) + _SPARE_BYTES)
+        table.resize(chunks * table.chunk)
+        if os.pread(descriptor, len(_SUPERBLOCK_0), 0) == _SUPERBLOCK_0:
+            end = self._file.id.get_filesize()
             os.pwrite(descriptor, end.to_bytes(8, "little"), _END_OF_FILE_AT)
         self._file.flush()
+
+
+def _claim(descriptor: int, end: int, size: int) -> None:
+    """Extends the file by `size` bytes of zeros that the disk is sure to have; leaves it alone if it has not."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, end, size)
+            return
+    except OSError as error:
+        os.ftruncate(descriptor, end)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+    os.ftruncate(descriptor, end + size)  # a file system that cannot reserve

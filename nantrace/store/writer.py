@@ -141,13 +141,13 @@ class TraceWriter:
         row = np.zeros(1, STEP)
         for name in STEP.names or ():
             row[name] = _number(step.get(name), STEP[name])
-        self._write("ledger", _line(step))
+        self._write("ledger", _line(to_json(step)))
         self._write("steps", row)
 
     def set_lineage(self, lineage: Lineage) -> None:
         """Stores the flow of nonfinite values; the last call counts."""
         if not self._idle():
-            self._write("lineage", _line(lineage))
+            self._write("lineage", _line(lineage.to_json()))
 
     def flush(self) -> None:
         """Hands everything to the operating system: afterwards it survives SIGKILL (not a power failure)."""
@@ -315,8 +315,8 @@ def _attribute(value: Any) -> Any:
     return "json:" + to_json(value)
 
 
-def _line(value: Any) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(to_json(value).encode("ascii") + b"\n", BYTE)
+def _line(json: str) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(json.encode("ascii") + b"\n", BYTE)
 
 
 def _number(value: Any, dtype: np.dtype[Any]) -> Any:
