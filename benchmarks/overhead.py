@@ -1,0 +1,201 @@
+"""What tracing costs: a training step of a GPT-2-like model with and without it, and the price of one recorded tensor.
+
+Each mode's step runs right after a bare step, in one process, again and again; the figure is the median over these pairs
+of the ratio of the two times. Machines are noisy: read ratios, not seconds.
+
+    python benchmarks/overhead.py [--device cuda] [--pairs 15] [--out benchmarks/results/overhead-cpu.csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.debug_utils import DebugUnderflowOverflow
+
+import nantrace
+from nantrace.capture.tracer import Tracer
+
+Mode = Callable[[Any, Any], contextlib.AbstractContextManager[Any]]
+
+
+class NaiveFiniteCheck(TorchDispatchMode):
+    """Asks every output of every op at once whether it is finite, as one would write it in five minutes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                bool(torch.isfinite(leaf).all())
+        return output
+
+
+@contextlib.contextmanager
+def transformers_debug(model: Any, optimizer: Any) -> Iterator[None]:
+    before = {module: dict(module._forward_hooks) for module in model.modules()}
+    DebugUnderflowOverflow(model, max_frames_to_save=5)
+    try:
+        yield
+    finally:  # it has no way to take its hooks back
+        for module, hooks in before.items():
+            module._forward_hooks.clear()
+            module._forward_hooks.update(hooks)
+
+
+def modes(path: str) -> dict[str, Mode]:
+    def tracer(**options: Any) -> Mode:
+        return lambda model, optimizer: Tracer(
+            model, path=path, overwrite=True, optimizer=optimizer, on_nonfinite="ignore", **options
+        )
+
+    return {
+        "nantrace all modules": tracer(),
+        "nantrace depth 1": tracer(depth=1),
+        "nantrace root only": tracer(depth=0),
+        "nantrace imported, off": lambda model, optimizer: contextlib.nullcontext(),
+        "torch detect_anomaly": lambda model, optimizer: torch.autograd.detect_anomaly(check_nan=True),
+        "transformers DebugUnderflowOverflow": transformers_debug,
+        "naive dispatch mode": lambda model, optimizer: NaiveFiniteCheck(),
+    }
+
+
+def language_model(device: str) -> tuple[Any, Any, Callable[[], None]]:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=6, n_embd=256, n_head=4, vocab_size=8192, n_positions=256)
+    model = GPT2LMHeadModel(config).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, config.vocab_size, (4, 256), device=device)
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def timed(device: str, step: Callable[[], None]) -> float:
+    """Seconds for one step, the device's work included."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a bare step, and of a second consecutive step inside the mode: entering and leaving is not timed.
+
+    The end of the traced step, where rows are drained and written, falls into the next one's beginning and is timed.
+    """
+    bare = timed(device, step)
+    with mode(model, optimizer):
+        step()
+        inside = timed(device, step)
+    return bare, inside
+
+
+def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, Any]]:
+    model, optimizer, step = language_model(device)
+    for _ in range(2):
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = {name: mode for name, mode in modes(os.path.join(folder, "step.h5")).items() if not only or only in name}
+        ratios: dict[str, list[float]] = {name: [] for name in chosen}
+        bare: list[float] = []
+        for _ in range(pairs):
+            for name, mode in chosen.items():
+                before, inside = pair(device, mode, model, optimizer, step)
+                ratios[name].append(inside / before)
+                bare.append(before)
+        yield row("bare step", "ms", [1e3 * seconds for seconds in bare])
+        for name, values in ratios.items():
+            yield row(name, "ratio", values)
+
+
+def tensor_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
+    """Microseconds a recorded tensor on tensors so small that their arithmetic is free."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(100))).to(device)
+    x = torch.randn(4, 8, device=device)
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    costs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(pairs):
+            step()
+            bare = timed(device, step)
+            with Tracer(model, path=os.path.join(folder, "step.h5"), overwrite=True) as tracer:
+                step()
+                tracer.mark_step()
+
+                def ended(tracer: Tracer = tracer) -> None:
+                    step()
+                    tracer.mark_step()
+
+                inside = timed(device, ended)
+            costs.append(1e6 * (inside - bare) / tracer.trace.steps[-1]["events"])
+    yield row("cost of a recorded tensor, file included", "us", costs)
+
+
+def row(name: str, unit: str, values: list[float]) -> dict[str, Any]:
+    cuts = statistics.quantiles(values, n=10)
+    return {"name": name, "unit": unit, "p20": cuts[1], "p50": statistics.median(values), "p80": cuts[7], "n": len(values)}
+
+
+def surroundings(device: str) -> dict[str, Any]:
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return {
+        "device": where,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "nantrace": nantrace.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", help="only modes whose name contains this")
+    parser.add_argument("--out", type=Path, help="CSV file; default benchmarks/results/overhead-DEVICE.csv")
+    arguments = parser.parse_args()
+    where = surroundings(arguments.device)
+    rows = [
+        {**measured, **where}
+        for measured in (
+            *tensor_rows(arguments.device, arguments.pairs),
+            *step_rows(arguments.device, arguments.pairs, arguments.only),
+        )
+    ]
+    for measured in rows:
+        print(f"{measured['name']:44} {measured['p20']:9.3f} {measured['p50']:9.3f} {measured['p80']:9.3f} {measured['unit']}")
+    out = arguments.out or Path(__file__).parent / "results" / f"overhead-{arguments.device}.csv"
+    with open(out, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
