@@ -62,6 +62,10 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
 
 def _check_openable(path: str) -> None:
+    if "\0" in path:  # HDF5 would end the name there
+        raise NantraceError(f"{path!r} cannot be opened, it holds a NUL: pass the path of a trace.")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise NantraceError(f"{path} is not a file: pass the path of a trace that nantrace.trace wrote.")
     try:
         with open(path, "rb"):
             pass
@@ -188,7 +192,7 @@ def _meta(file: h5py.File) -> dict[str, Any]:
             "is an HDF5 file without the group /meta, so not a trace: pass the file that nantrace.trace wrote"
         )
     values = {name: _plain_attribute(group, name) for name in group.attrs}
-    return {name: value for name, value in values.items() if value is not None or _is_text(group, name)}
+    return {unescape(name): value for name, value in values.items() if value is not None or _is_text(group, name)}
 
 
 def _is_text(owner: Any, name: str) -> bool:

@@ -24,9 +24,10 @@ them.
 
 **`/meta`**, a group. Its other attributes:
     `complete`          bool: True once the writer closed the file. False: the process was killed, or still writes.
-    anything else       what holds for the whole trace (`nantrace`, `torch`, `python`, `device`, ...). Booleans, 64-bit
-                        integers and floats are native; a text is a string, escaped as in `/names`; everything else is
-                        a string "json:" followed by JSON as in `/ledger`. A text that begins with "json:" is JSON too.
+    anything else       what holds for the whole trace (`nantrace`, `torch`, `python`, `device`, ...), its name escaped
+                        as in `/names`. Booleans, 64-bit integers and floats are native; a text is a string, escaped as
+                        in `/names`; everything else is a string "json:" followed by JSON as in `/ledger`. A text that
+                        begins with "json:" is JSON too.
 
 **`/committed`**, a scalar compound of u8, one field a table, written last by each flush: how many rows of that table
 are whole. A reader MUST ignore rows behind it: the tables grow ahead of the rows, and a killed write may have torn

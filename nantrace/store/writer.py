@@ -254,6 +254,8 @@ def _create(path: str, attributes: Mapping[str, Any], overwrite: bool) -> h5py.F
 
 
 def _lay_out(place: str, path: str, attributes: Mapping[str, Any]) -> h5py.File:
+    if "\0" in path:  # HDF5 would end the name there
+        raise NantraceError(f"{path!r} cannot be created, it holds a NUL: choose another path.")
     try:
         file = h5py.File(place, "x", **WRITING)
     except FileExistsError as error:
@@ -298,7 +300,7 @@ def _close(file: h5py.File) -> None:
 
 
 def _attributes(meta: Mapping[str, Any]) -> dict[str, Any]:
-    given = {str(name): _attribute(value) for name, value in meta.items() if name not in _RESERVED}
+    given = {escape(name): _attribute(value) for name, value in meta.items() if name not in _RESERVED}
     version = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
     return {"format_version": version, "complete": np.bool_(False), **given}
 
