@@ -18,6 +18,8 @@ _ASCII = {
     "\u2264": "<=",
 }
 
+_NARROWEST = 8  # columns that a cell keeps when its table gives way
+
 
 def harmless(text: object, ascii_only: bool = False) -> str:
     """`text` with every character that a terminal would obey or hide written as an escape."""
@@ -91,17 +93,20 @@ def wrap(text: str, width: int, indent: int = 0, first: str | None = None) -> li
     return [(first if first is not None and number == 0 else blank) + line for number, line in enumerate(lines)]
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[bool], width: int, shrink: int, ascii_only: bool) -> list[str]:
-    """Rows of cells as lines of aligned columns. Column `shrink` gives way where `width` is not enough."""
+def table(
+    rows: Sequence[Sequence[str]], right: Sequence[bool], width: int, shrink: Sequence[int], ascii_only: bool
+) -> list[str]:
+    """Rows of cells as lines of aligned columns. Where `width` is not enough, columns `shrink` give way in turn."""
     widths = [max(columns(row[number]) for row in rows) for number in range(len(right))]
-    spare = width - sum(widths) - 2 * (len(widths) - 1)
-    if spare < 0:
-        widths[shrink] = max(widths[shrink] + spare, 8)
+    for number in shrink:
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        if excess > 0:
+            widths[number] = max(widths[number] - excess, min(widths[number], _NARROWEST))
     lines = []
     for row in rows:
         cells = [
             pad(shorten(cell, widths[number], ascii_only), widths[number], right[number])
             for number, cell in enumerate(row)
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append(shorten("  ".join(cells).rstrip(), width, ascii_only))
     return lines

@@ -47,7 +47,7 @@ def _steps(trace: Trace, width: int, ascii_only: bool) -> list[str]:
     head = ["step", "events", "loss", "lr", "scale", "update"]
     shown = trace.steps[:_SHOWN]
     rows = [[harmless(cell, ascii_only) for cell in _step(step)] for step in shown]
-    lines = table([head, *rows], [True, True, True, True, True, False], width, 3, ascii_only)
+    lines = table([head, *rows], [True, True, True, True, True, False], width, [3], ascii_only)
     hidden = len(trace.steps) - len(shown)
     return lines + ([f"and {hidden:,} more"] if hidden else [])
 

@@ -80,7 +80,9 @@ class _Page:
         if self.lines and self.lines[-1]:
             self.lines.append("")
 
-    def columns(self, rows: Sequence[Sequence[str]], right: Sequence[bool], shrink: int, marked: int | None) -> None:
+    def columns(
+        self, rows: Sequence[Sequence[str]], right: Sequence[bool], shrink: Sequence[int], marked: int | None
+    ) -> None:
         """A table whose first row is its head; row `marked` is the culprit."""
         clean = [[harmless(cell, self.ascii) for cell in row] for row in rows]
         for number, line in enumerate(table(clean, right, self.width, shrink, self.ascii)):
@@ -203,9 +205,8 @@ def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
     page.gap()
     head = ["", "#", "module", "phase", "role", "dtype", "absmax", "nan", "inf"]
     body = [_cells(trace, row, row == culprit) for row in shown]
-    page.columns(
-        [head, *body], [False, True, False, False, False, False, True, True, True], 2, 1 + shown.index(culprit)
-    )
+    right = [False, True, False, False, False, False, True, True, True]
+    page.columns([head, *body], right, (2, 4, 3), 1 + shown.index(culprit))
 
 
 def _neighbours(trace: Trace, culprit: int) -> Iterable[int]:

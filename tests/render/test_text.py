@@ -1,0 +1,196 @@
+"""The terminal report: what it says, and that no name can break it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nantrace.diagnosis.diagnose import diagnose
+from nantrace.diagnosis.verdict import Origin, Verdict
+from nantrace.events import TensorStats, Trace
+from nantrace.lineage import Operand
+from nantrace.render.cells import columns, harmless, pad, shorten, wrap
+from nantrace.render.overview import overview
+from nantrace.render.sentence import sentence
+from nantrace.render.text import text
+from tests.diagnosis.written import NAN, POSINF, Written
+
+
+def overflow(module: str = "block.1.ff.wo") -> Trace:
+    written = Written("float16")
+    written.modules[module] = "Linear"
+    written.param(f"{module}.weight")
+    with written.call("", made=NAN):
+        written.run("block.1.ff.wi", made={"size": 1380.0})
+        written.run(module, made={"posinf": 5, "size": 64000.0})
+    written.loss(nan=8)
+    written.grad(f"{module}.weight", nan=8)
+    return dataclasses.replace(written.trace(), path="step.h5")
+
+
+def report(trace: Trace, **options: bool | int) -> str:
+    return text(trace, diagnose(trace), **options)  # type: ignore[arg-type]
+
+
+def test_the_report_names_the_first_nonfinite_tensor_its_cause_and_the_next_command() -> None:
+    lines = report(overflow()).split("\n")
+    assert lines[0] == "step.h5   torch 2.13.0, cpu, 1 step, 9 events, complete"
+    assert lines[2] == "FIRST NONFINITE   forward   block.1.ff.wo   output   float16 [2, 4]"
+    assert lines[3] == "    5 +inf of 8 elements; first at [0, 3]"
+    assert "FAULT in forward: overflow. Inputs and weights are finite; the result left" in lines
+    assert lines[-1] == "Next: nantrace bisect FILE.py:step"
+
+
+def test_the_culprit_is_the_only_marked_row_of_the_table() -> None:
+    marked = [line for line in report(overflow()).split("\n") if line.startswith(">")]
+    assert len(marked) == 1
+    assert re.fullmatch(r">\s+6\s+block\.1\.ff\.wo\s+forward\s+output\s+float16\s+6\.40e\+04\s+\.\s+5", marked[0])
+
+
+def test_the_ascii_report_has_nothing_beyond_ascii() -> None:
+    assert report(overflow("bl\u00f6ck.\u5c42" * 20), ascii=True).isascii()
+
+
+def test_colour_is_only_there_when_asked_for() -> None:
+    assert "\x1b" not in report(overflow())
+    coloured = report(overflow(), colour=True)
+    assert "\x1b[1;31m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == report(overflow())
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize(
+    "module",
+    ["a" * 300, "\u5c42" * 120, "deep." * 60 + "end", "x" + "\u0301" * 90, "\x1b[2Jred"],
+    ids=["one word", "wide", "deep", "combining", "escape"],
+)
+def test_no_line_is_wider_than_the_terminal(module: str, width: int) -> None:
+    assert all(columns(line) <= width for line in report(overflow(module), width=width).split("\n"))
+
+
+@given(st.text(max_size=40), st.integers(40, 100), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_any_name_leaves_the_report_printable_and_in_its_width(name: str, width: int, ascii_only: bool) -> None:
+    origin = Origin(phase="forward", module=name, tensor=name, dtype=name, where=name, kind="nan")
+    verdict = Verdict("fault", "forward", name, origin, (name, name), (name,), (origin,), region=(name,))
+    for line in text(None, verdict, width=width, ascii=ascii_only).split("\n"):
+        assert columns(line) <= width
+        assert line.isprintable() or not line
+        assert line.isascii() or not ascii_only
+
+
+def test_escape_sequences_in_names_are_shown_and_not_obeyed() -> None:
+    assert "\x1b" not in report(overflow("evil\x1b]0;title\x07"))
+    assert harmless("a\x1b[31m\n\u202e\u2028") == "a\\x1b[31m\\x0a\\u202e\\u2028"
+    assert harmless("\u5c42 \u00e9") == "\u5c42 \u00e9"
+    assert harmless("\u5c42\u2026", ascii_only=True) == "\\u5c42..."
+
+
+def test_long_names_keep_both_ends() -> None:
+    assert shorten("encoder.layers.11.attention.output.dense", 20) == "encode\u2026.output.dense"
+    assert shorten("abc", 3) == "abc"
+    assert columns(shorten("\u5c42" * 30, 9)) <= 9
+
+
+def test_wide_characters_take_two_columns_and_combining_ones_none() -> None:
+    assert columns("\u5c42a") == 3
+    assert columns("e\u0301") == 1
+    assert pad("\u5c42", 4) == "\u5c42  "
+    assert pad("1", 3, right=True) == "  1"
+
+
+def test_words_longer_than_the_line_are_broken() -> None:
+    assert wrap("x" * 25, 20, indent=5) == ["     " + "x" * 15, "     " + "x" * 10]
+
+
+def bisected() -> Verdict:
+    origin = Origin(
+        phase="backward",
+        module="unit",
+        op="aten.div",
+        node="SqrtBackward0",
+        kind="nan",
+        dtype="float32",
+        where="model.py:41 in forward",
+        inputs=(Operand("self", "float32", (2, 1), 0, 0, 0, 0.0, 1.5, zero=1),),
+        output=TensorStats("float32", (2, 1), 2, 1, nan=1, min=0.5, max=0.5, first_bad=1),
+        first_bad=(1, 0),
+        samples=(1,),
+    )
+    other = Origin(phase="backward", module="unit", op="aten.mul", node="PowBackward0", dtype="float32")
+    return Verdict(
+        "fault",
+        "backward",
+        "sqrt_at_zero",
+        origin,
+        (
+            "0/0.",
+            "Reached.",
+        ),
+        ("eps.",),
+        (other,),
+        replays=3,
+    )
+
+
+def test_an_op_level_verdict_shows_op_node_line_operands_samples_and_replays() -> None:
+    shown = text(None, bisected())
+    assert "aten.div   node SqrtBackward0" in shown.replace("\n    ", "   ")
+    assert "at model.py:41 in forward" in shown
+    assert "read self: float32 [2, 1], 0 to 1.5, 1 zero" in shown
+    assert "samples of the batch: 1" in shown
+    assert "Also: backward, unit, aten.mul, node PowBackward0, float32." in shown
+    assert "3 replays." in shown
+    assert "FAULT in backward: sqrt at zero. 0/0." in shown
+
+
+def test_a_verdict_that_has_its_op_does_not_ask_for_bisect_again() -> None:
+    assert "nantrace bisect" not in text(None, bisected())
+
+
+@pytest.mark.parametrize(
+    ("status", "headline"),
+    [
+        ("clean", "CLEAN: nothing nonfinite was seen."),
+        ("expected", "EXPECTED: nonfinite values on purpose, no fault."),
+        ("not_reproduced", "NOT REPRODUCED: the replayed step stayed finite."),
+        ("inconclusive", "INCONCLUSIVE. Why."),
+        ("contained", "CONTAINED. Why."),
+    ],
+)
+def test_every_status_has_its_headline_and_tells_its_evidence_once(status: str, headline: str) -> None:
+    shown = text(None, Verdict(status, evidence=("Why.",)))  # type: ignore[arg-type]
+    assert shown.startswith(headline)
+    assert shown.count("Why.") == 1
+
+
+def test_what_is_left_under_suspicion_is_listed() -> None:
+    assert "Left under suspicion: a.b, a.c." in text(None, Verdict("inconclusive", region=("a.b", "a.c")))
+
+
+def test_an_incomplete_trace_is_called_so() -> None:
+    assert "incomplete" in report(dataclasses.replace(overflow(), complete=False)).split("\n")[0]
+
+
+def test_the_warning_names_tensor_shape_count_and_command() -> None:
+    said = sentence(diagnose(overflow()), "my step.h5")
+    assert said == (
+        "first nonfinite tensor: forward, block.1.ff.wo output, float16 [2, 4], 5 inf (forward, overflow). "
+        "See: nantrace report 'my step.h5'"
+    )
+    assert sentence(diagnose(overflow())).endswith("See: print(nantrace.report(tracer.trace))")
+
+
+def test_the_overview_says_what_is_covered_and_what_was_skipped() -> None:
+    written = Written()
+    written.run("", made=POSINF)
+    written.end(skipped=1, committed=0, loss=float("nan"), lr=[0.1, 0.01], notes=["no gradient came: a"])
+    shown = overview(dataclasses.replace(written.trace(), path="a b.h5"))
+    assert "2, 1 of them nonfinite" in shown
+    assert re.search(r"0\s+0\s+nan\s+0\.1, 0\.01\s+\.\s+skipped", shown)
+    assert "no gradient came: a" in shown
+    assert shown.endswith("Next: nantrace report 'a b.h5'")
