@@ -117,6 +117,8 @@ def _errors() -> Iterator[None]:
 
 
 def _show(report: Report, output: str | None, as_json: bool) -> None:
+    from nantrace.render.text import next_command
+
     if output is not None:
         try:
             report.save(output)
@@ -126,6 +128,9 @@ def _show(report: Report, output: str | None, as_json: bool) -> None:
             click.echo(f"nantrace: {output} cannot be written ({error.strerror}): choose another path.", err=True)
             sys.exit(_ERROR)
         click.echo(f"Wrote {output}", err=True)
+        command = next_command(report.trace, report.verdict)
+        if command is not None:
+            click.echo(f"Next: {command}", err=True)
         return
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False))

@@ -13,7 +13,7 @@ _SHOWN = 20  # steps
 
 
 def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
-    """The lines that `nantrace info` prints, at most `width` columns wide."""
+    """The lines that `nantrace info` prints, at most `width` columns wide but for the command."""
     lines: list[str] = []
     for label, value in _facts(trace):
         lines += wrap(harmless(value, ascii), width, 14, f"{label:<14}")
@@ -24,7 +24,7 @@ def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
         lines += ["", "Not observed:"]
         for note in notes:
             lines += wrap(harmless(note, ascii), width, 4)
-    lines += ["", *wrap(harmless(f"nantrace report {shlex.quote(trace.path or 'TRACE')}", ascii), width, 6, "Next: ")]
+    lines += ["", harmless(f"Next: nantrace report {shlex.quote(trace.path or 'TRACE')}", ascii)]
     return "\n".join(lines)
 
 

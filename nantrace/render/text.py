@@ -35,7 +35,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
         ascii: no character beyond ASCII.
 
     Returns:
-        Lines joined by newlines, without one at the end. Control characters in names are written as escapes.
+        Lines joined by newlines, without one at the end; the last may be a command, which is never broken. Control characters in names are written as escapes.
     """
     page = _Page(max(width, 40), colour, ascii)
     if trace is not None:
@@ -75,6 +75,10 @@ class _Page:
     def paragraph(self, content: str, indent: int = 0, first: str | None = None, style: str | None = None) -> None:
         for line in wrap(harmless(content, self.ascii), self.width, indent, first):
             self._put(line, style)
+
+    def command(self, content: str) -> None:
+        """A command to copy: never broken nor shortened, the one thing that may be wider than the page."""
+        self._put(f"Next: {harmless(content, self.ascii)}", None)
 
     def gap(self) -> None:
         if self.lines and self.lines[-1]:
@@ -264,7 +268,7 @@ def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
         page.paragraph(sentence, indent=len(_ADVICE), first=_ADVICE if number == 0 else None)
     command = next_command(trace, verdict)
     if command:
-        page.paragraph(command, indent=6, first="Next: ")
+        page.command(command)
 
 
 def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
