@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nantrace.capture.quiet import Quiet
 from nantrace.events import EVENT, Phase, Role, Site
 from nantrace.stats import host
 
@@ -49,6 +50,7 @@ class Buffer:
         self.rows: list[tuple[int, int, Stats]] = []
         self._numbers: dict[Any, int] = {}
         self._tables: dict[torch.device, Any] = {}
+        self._row = host.row
         self._full_on_host = full_on_host
         self._full_on_device = full_on_device
 
@@ -62,13 +64,13 @@ class Buffer:
         call: int = 0,
         stats: Stats | None = None,
     ) -> Stats:
-        """Append a row. `stats` saves measuring a tensor whose statistics are known.
-
-        Gradient mode must be off, and no dispatch or function mode active.
-        """
+        """Append a row. `stats` saves measuring a tensor whose statistics are known. No mode may be active."""
         if stats is None:
-            stats = self.measure(tensor)
-        shape = () if tensor.is_nested else tensor.shape
+            stats = self._row(tensor, self._full_on_host) if tensor.is_cpu else self.measure(tensor)
+        try:
+            shape = tensor.shape
+        except RuntimeError:  # nested tensors in strided layout have none
+            shape = torch.Size()
         key = (module, phase * 16 + role, slot, tensor.dtype, shape)  # the hash of an enum member is slow
         number = self._numbers.get(key)
         if number is None:
@@ -81,13 +83,14 @@ class Buffer:
     def measure(self, tensor: torch.Tensor) -> Stats:
         """Statistics of a tensor: numbers, or where they will be."""
         if tensor.is_cpu or tensor.is_meta:
-            return host.row(tensor, self._full_on_host)
+            return self._row(tensor, self._full_on_host)
         table = self._tables.get(tensor.device)
         if table is None:
             from nantrace.stats.deferred import DeviceTable  # pulls in kernels that a CPU run never needs
 
             table = self._tables[tensor.device] = DeviceTable(tensor.device)
-        return Pending(table, table.add(tensor, self._full_on_device))
+        with Quiet():
+            return Pending(table, table.add(tensor, self._full_on_device))
 
     def add_site(self, site: Site) -> int:
         self.sites.append(site)

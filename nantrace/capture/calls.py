@@ -16,7 +16,7 @@ import torch
 
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.gradients import GradientRecorder
-from nantrace.capture.quiet import Quiet, unreadable
+from nantrace.capture.quiet import Quiet, undisturbed, unreadable
 from nantrace.capture.walk import tensors_in
 from nantrace.events import Phase, Role
 
@@ -50,7 +50,7 @@ class CallRecorder:
         self,
         buffer: Buffer,
         gradients: GradientRecorder,
-        outermost: Callable[[], None],
+        outermost: Callable[[], object],
         failed: Callable[[Exception], None],
     ) -> None:
         self.active = False
@@ -139,29 +139,35 @@ class CallRecorder:
     def _record(self, fqn: str, phase: Phase, role: Role, call: int, found: list[tuple[str, torch.Tensor]]) -> None:
         if not found:
             return
-        if unreadable():
-            self.unread += len(found)
-            return
         awaits = torch.is_grad_enabled() and not (phase is Phase.RECOMPUTE and _recomputes_for_saved_tensors())
-        with Quiet():
-            for slot, tensor in found:
-                if tensor.dtype is not torch.bool:
-                    self._record_one(fqn, phase, role, slot, call, tensor, awaits and tensor.requires_grad)
+        if undisturbed():
+            self._record_each(fqn, phase, role, call, found, awaits)
+        elif unreadable():
+            self.unread += len(found)
+        else:
+            with Quiet():
+                self._record_each(fqn, phase, role, call, found, awaits)
 
-    def _record_one(
-        self, fqn: str, phase: Phase, role: Role, slot: str, call: int, tensor: torch.Tensor, awaits: bool
+    def _record_each(
+        self, fqn: str, phase: Phase, role: Role, call: int, found: list[tuple[str, torch.Tensor]], awaits: bool
     ) -> None:
-        hook = self._gradients.hook_on(tensor) if awaits else None
-        # An output that nobody changed since is not read a second time as the next module's input. Writes that bypass
-        # autograd's version counter (`tensor.data.mul_`) stay unseen until the next module's output.
-        stats = self._buffer.observe(fqn, phase, role, slot, tensor, call, hook.stats if hook else None)
-        if awaits:
+        gradients = self._gradients
+        for slot, tensor in found:
+            if tensor.dtype is torch.bool:
+                continue
+            if not (awaits and tensor.requires_grad):
+                self._buffer.observe(fqn, phase, role, slot, tensor, call)
+                continue
+            # An output that nobody changed since is not read a second time as the next module's input. Writes that
+            # bypass autograd's version counter (`tensor.data.mul_`) stay unseen until the next module's output.
+            hook = gradients.hook_on(tensor)
+            stats = self._buffer.observe(fqn, phase, role, slot, tensor, call, hook.stats if hook else None)
             gradient = Role.GRAD_INPUT if role is Role.INPUT else Role.GRAD_OUTPUT
-            self._gradients.expect(tensor, hook, stats, (fqn, gradient, slot, call))
+            gradients.expect(tensor, hook, stats, (fqn, gradient, slot, call))
 
 
 def _recomputes_for_saved_tensors() -> bool:
     """Whether non-reentrant checkpointing is at work: it throws away the graph of its recomputation."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = top(True) if top is not None else None
-    return bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nantrace.capture.buffer import Buffer, Stats
-from nantrace.capture.quiet import Quiet, unreadable
+from nantrace.capture.quiet import Quiet, undisturbed, unreadable
 from nantrace.events import Phase, Role
 
 
@@ -101,33 +101,45 @@ class GradientRecorder:
         hook.targets.append(target)
         self.awaiting.add(hook)
 
-    def watch_parameter(self, parameter: torch.nn.Parameter, owner: str, name: str) -> None:
+    def watch_parameter(self, parameter: torch.Tensor, owner: str, name: str) -> None:
         """Record the gradient of a parameter whenever backward has accumulated it; once a parameter."""
-        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._parameters:
+        if not (parameter.requires_grad and parameter.is_leaf):
+            return
+        handle = self._parameters.get(id(parameter))
+        # Another parameter may have got the id of one that is gone.
+        if handle is None or handle.hooks_dict_ref() is not parameter._post_accumulate_grad_hooks:
             hook = ParameterHook(self._reference, owner, name)
-            self._parameters[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+            self._parameters[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def arrived(self, hook: GradientHook, gradient: torch.Tensor | None) -> None:
         """`gradient` is None for an unused output of an op with several: it stays awaited."""
         try:
-            if gradient is None or unreadable():
+            if gradient is None:
                 return
-            with Quiet():
-                stats = self._buffer.measure(gradient)
-                # Backward reaches the last reader first and the module that made the tensor last.
-                for module, role, slot, call in reversed(hook.targets):
-                    self._buffer.observe(module, Phase.BACKWARD, role, slot, gradient, call, stats)
-            self.awaiting.discard(hook)
+            if undisturbed():
+                self._write(hook, gradient)
+            elif not unreadable():
+                with Quiet():
+                    self._write(hook, gradient)
         except Exception as error:
             self._failed(error)
 
     def accumulated(self, hook: ParameterHook, gradient: torch.Tensor) -> None:
         try:
-            if not unreadable():
+            if undisturbed():
+                self._buffer.observe(hook.owner, Phase.BACKWARD, Role.GRAD, hook.name, gradient)
+            elif not unreadable():
                 with Quiet():
                     self._buffer.observe(hook.owner, Phase.BACKWARD, Role.GRAD, hook.name, gradient)
         except Exception as error:
             self._failed(error)
+
+    def _write(self, hook: GradientHook, gradient: torch.Tensor) -> None:
+        stats: Stats | None = None
+        # Backward reaches the last reader first and the module that made the tensor last.
+        for module, role, slot, call in reversed(hook.targets):
+            stats = self._buffer.observe(module, Phase.BACKWARD, role, slot, gradient, call, stats)
+        self.awaiting.discard(hook)
 
     def never_came(self) -> list[tuple[str, Role, str, int]]:
         """Targets whose gradient did not arrive; forgets them, and the handles of tensors that are gone."""

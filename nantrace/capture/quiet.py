@@ -39,6 +39,17 @@ class Quiet:
             self.modes.close()
 
 
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
+
+def undisturbed() -> bool:
+    """Whether a tensor can be read without `Quiet`: statistics on the host turn gradient mode off themselves."""
+    return not (_function_modes() or _dispatch_modes()) and _transform() is None and _tracing() is None
+
+
 def unreadable() -> bool:
     """Whether tensors are stand-ins right now: inside a functorch transform, or while `torch.jit.trace` records."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+    return _transform() is not None or _tracing() is not None

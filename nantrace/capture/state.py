@@ -5,10 +5,11 @@ Only tensors that can hold a nonfinite value are read: not integers, not boolean
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +27,7 @@ class Named:
     owner: str
     leaf: str
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return f"{self.owner}.{self.leaf}" if self.owner else self.leaf
 
@@ -48,15 +49,14 @@ class StateRecorder:
         self.unopened: set[str] = set()
         self.parameters: dict[int, Named] = {}
         self.buffers: dict[int, Named] = {}
-        self._model = model
-        self._wrappers = wrapper_parts(model)
+        self._modules = _all_names(model)
         self._buffer = buffer
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int, Stats]] = {}
 
     def read_names(self) -> None:
         """Learn the model's parameters and buffers anew: they may have been replaced, frozen or made since."""
-        self.parameters = self._named(self._model.named_parameters(remove_duplicate=False))
-        self.buffers = self._named(self._model.named_buffers(remove_duplicate=False))
+        self.parameters = self._named("_parameters", self.parameters)
+        self.buffers = self._named("_buffers", self.buffers)
 
     def observe_batch(self, batch: Any) -> None:
         for slot, tensor in tensors_in(batch, "batch", self.unopened):
@@ -77,7 +77,9 @@ class StateRecorder:
     def observe_gradients(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Gradients that lie in `.grad`: of an optimizer's parameters, or of all the model's."""
         if optimizer is None:
-            entries = [(entry.owner, entry.name, entry.tensor) for entry in self.parameters.values()]
+            entries: list[tuple[str | None, str, torch.Tensor]] = [
+                (entry.owner, entry.name, entry.tensor) for entry in self.parameters.values()
+            ]
         else:
             entries = [(*self._name(optimizer, place), tensor) for place, tensor in _members(optimizer)]
         for owner, name, tensor in entries:
@@ -118,17 +120,41 @@ class StateRecorder:
             return None, f"param_groups[{place[0]}][{place[1]}]"
         return entry.owner, entry.name
 
-    def _named(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[int, Named]:
+    def _named(self, kind: Literal["_parameters", "_buffers"], before: dict[int, Named]) -> dict[int, Named]:
+        """The modules' own dicts are read: `named_parameters` takes as long as reading the tensors would."""
         named: dict[int, Named] = {}
-        for full_name, tensor in tensors:
-            if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-                continue
-            name = plain_name(full_name, self._wrappers)
-            owner, _, leaf = name.rpartition(".")
-            first = named.setdefault(id(tensor), Named(tensor, owner, leaf))
-            if name != first.name and name not in self.aliases.setdefault(first.name, []):
-                self.aliases[first.name].append(name)
+        for module, fqns in self._modules:
+            for leaf, tensor in getattr(module, kind).items():
+                if tensor is None:
+                    continue
+                known = before.get(id(tensor))
+                if known is None or known.tensor is not tensor:
+                    if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+                        continue
+                    known = Named(tensor, fqns[0], leaf)
+                first = named.setdefault(id(tensor), known)
+                if len(fqns) > 1 or first.owner != fqns[0] or first.leaf != leaf:
+                    self._add_aliases(first.name, fqns, leaf)
         return named
+
+    def _add_aliases(self, first: str, fqns: list[str], leaf: str) -> None:
+        aliases = self.aliases.setdefault(first, [])
+        for fqn in fqns:
+            name = f"{fqn}.{leaf}" if fqn else leaf
+            if name != first and name not in aliases:
+                aliases.append(name)
+
+
+def _all_names(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:
+    """Every module, wrappers included, with all names it is reached by."""
+    wrappers = wrapper_parts(model)
+    names: dict[int, tuple[torch.nn.Module, list[str]]] = {}
+    for full_name, module in model.named_modules(remove_duplicate=False):
+        fqns = names.setdefault(id(module), (module, []))[1]
+        fqn = plain_name(full_name, wrappers)
+        if fqn not in fqns:
+            fqns.append(fqn)
+    return list(names.values())
 
 
 def _members(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:

@@ -362,4 +362,4 @@ def _several(
     if optimizer is None:
         return []
     # Only what steps like one counts as one: some wrappers are no subclass of Optimizer.
-    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type, list-item]
+    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[list-item]
