@@ -23,6 +23,7 @@ from nantrace.store.schema import FORMAT_MAJOR, FORMAT_MINOR, NULL, TABLE_VERSIO
 _BLOCK = 65_536  # rows of events read at once
 _LARGEST_CHUNK = 64 * 2**20  # bytes; HDF5 allocates a filtered chunk whole
 _LARGEST_RATIO = 1100  # deflate makes at most 1032 bytes out of one
+_ODD = object()
 _REQUIRED = ("names", "sites", "events")
 
 
@@ -191,27 +192,23 @@ def _meta(file: h5py.File) -> dict[str, Any]:
         raise _Refused(
             "is an HDF5 file without the group /meta, so not a trace: pass the file that nantrace.trace wrote"
         )
-    values = {name: _plain_attribute(group, name) for name in group.attrs}
-    return {unescape(name): value for name, value in values.items() if value is not None or _is_text(group, name)}
-
-
-def _is_text(owner: Any, name: str) -> bool:
-    return h5py.check_string_dtype(owner.attrs.get_id(name).dtype) is not None
+    values = {unescape(name): _plain_attribute(group, name) for name in group.attrs}
+    return {name: value for name, value in values.items() if value is not _ODD}
 
 
 def _plain_attribute(owner: Any, name: str) -> Any:
-    """An attribute that is one number or text; None for what a writer of this format never makes."""
+    """An attribute that is one number or text; `_ODD` if it is missing or what a writer of this format never makes."""
     if name not in owner.attrs:
-        return None
+        return _ODD
     id = owner.attrs.get_id(name)
     if id.shape != () or (id.dtype.kind not in "biufS" and h5py.check_string_dtype(id.dtype) is None):
-        return None
+        return _ODD
     value = owner.attrs[name]
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
         return from_json(value[5:]) if value.startswith("json:") else unescape(value)
-    return value.item() if isinstance(value, np.generic) else None
+    return value.item() if isinstance(value, np.generic) else _ODD
 
 
 def _check_version(version: Any) -> None:

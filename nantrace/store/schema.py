@@ -27,7 +27,8 @@ them.
     anything else       what holds for the whole trace (`nantrace`, `torch`, `python`, `device`, ...), its name escaped
                         as in `/names`. Booleans, 64-bit integers and floats are native; a text is a string, escaped as
                         in `/names`; everything else is a string "json:" followed by JSON as in `/ledger`. A text that
-                        begins with "json:" is JSON too.
+                        begins with "json:" is JSON too. Strings are of fixed length, ASCII, up to 60,000 bytes, because
+                        HDF5 may loop for ever over a damaged heap of strings; a reader MUST take variable ones as well.
 
 **`/committed`**, a scalar compound of u8, one field a table, written last by each flush: how many rows of that table
 are whole. A reader MUST ignore rows behind it: the tables grow ahead of the rows, and a killed write may have torn

@@ -37,6 +37,7 @@ from nantrace.store.schema import (
 from nantrace.store.tables import WRITING, Tables
 
 _BUFFER = TABLES["events"][1]
+_LONGEST_FIXED = 60_000  # bytes; HDF5 takes attributes of up to 64 KiB
 _RESERVED = ("complete", "format_version")
 
 
@@ -302,7 +303,7 @@ def _close(file: h5py.File) -> None:
 def _attributes(meta: Mapping[str, Any]) -> dict[str, Any]:
     given = {escape(name): _attribute(value) for name, value in meta.items() if name not in _RESERVED}
     version = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-    return {"format_version": version, "complete": np.bool_(False), **given}
+    return {"format_version": _fixed(version, 16), "complete": np.bool_(False), **given}
 
 
 def _attribute(value: Any) -> Any:
@@ -313,8 +314,13 @@ def _attribute(value: Any) -> Any:
     if isinstance(value, (float, np.floating)):
         return np.float64(value)
     if isinstance(value, str) and not value.startswith("json:"):
-        return escape(value)
-    return "json:" + to_json(value)
+        return _fixed(escape(value))
+    return _fixed("json:" + to_json(value))
+
+
+def _fixed(text: str, width: int = 1) -> Any:
+    """A text for an attribute, of fixed length where HDF5 has room for it; one of variable length lies in a heap."""
+    return np.array(text, f"S{max(width, len(text))}") if len(text) <= _LONGEST_FIXED else text
 
 
 def _line(json: str) -> npt.NDArray[np.uint8]:

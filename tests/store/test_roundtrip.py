@@ -142,6 +142,12 @@ def test_nonfinite_ledger_values_and_numpy_scalars_come_back_as_floats(tmp_path:
             json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
+def test_long_metadata_comes_back(tmp_path: Path) -> None:
+    meta = {"options": ["block.*"] * 50_000, "note": "n" * 60_000, "longer": "n" * 60_001, "empty": ""}
+    TraceWriter(tmp_path / "step.h5", meta=meta).close()
+    assert load(tmp_path / "step.h5").meta == {**meta, "options": tuple(meta["options"])}
+
+
 def test_the_last_lineage_counts(tmp_path: Path) -> None:
     event = OpEvent(
         1, 7, "aten.log", "inf", "forward", "head", None, "model.py:3 in forward", 1, "float16", (2, 3), neginf=1,
@@ -164,7 +170,7 @@ def test_plain_h5py_reads_a_closed_trace_in_a_few_lines(tmp_path: Path) -> None:
         assert names[site["module"]] == b"head" and json.loads(names[site["shape"]]) == [8, 3]
         labels = h5py.check_enum_dtype(file["sites"].dtype["phase"])
         assert labels is not None and labels["forward"] == site["phase"]
-        assert file["meta"].attrs["torch"] == "2.13.0" and bool(file["meta"].attrs["complete"])
+        assert file["meta"].attrs["torch"] == b"2.13.0" and bool(file["meta"].attrs["complete"])
         assert file["events"].chunks == (1024,) and file["events"].compression is None
 
 
