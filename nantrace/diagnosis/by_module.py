@@ -244,18 +244,28 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
         origin,
         said,
         evidence.advice(seen, row, blame.stage, cause, blame.status),
-        tuple(_origin(seen, root) for root in blame.others[:3]),
+        _others(seen, blame),
         path,
         region=evidence.region(seen, row),
     )
 
 
+def _others(seen: Seen, blame: Blame) -> tuple[Origin, ...]:
+    """One origin for each other module or tensor that the sink's values came from, at most three."""
+    found = {(seen.site(blame.root[0]).module, is_external(seen, blame.root[0])): None}
+    others = []
+    for row, kind in blame.others:
+        key = (seen.site(row).module, is_external(seen, row))
+        if key not in found:
+            found[key] = None
+            others.append(_origin(seen, (row, kind)))
+    return tuple(others[:3])
+
+
 def _origin(seen: Seen, root: Root) -> Origin:
     row, _ = root
     site, stats = seen.site(row), seen.stats(row)
-    state = site.role in (Role.PARAM, Role.BUFFER, Role.STATE)
     around = enclosing(seen, row)
-    external_input = around is None and site.role is Role.INPUT
     flow = site.role in (Role.INPUT, Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_OUTPUT)
     module = site.module if not flow else (around.module if around is not None else None)
     if site.role is Role.LOSS or _stage(seen, row) in ("gradients", "optimizer"):
@@ -264,7 +274,7 @@ def _origin(seen: Seen, root: Root) -> Origin:
         step=int(seen.step[row]),
         phase=site.phase.label,
         module=module,
-        tensor=seen.name(row) if state or external_input or not flow else site.tensor,
+        tensor=evidence.tensor_of(seen, row),
         kind=_kind(seen, row),
         dtype=site.dtype,
         inputs=tuple(seen.operand(r) for r in evidence.read_rows(seen, row)),

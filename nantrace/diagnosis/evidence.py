@@ -29,6 +29,12 @@ def index(stats: TensorStats) -> tuple[int, ...] | None:
     return tuple(int(i) for i in np.unravel_index(flat, stats.shape))
 
 
+def tensor_of(seen: Seen, row: int) -> str:
+    """What a reader calls the tensor of a row: gradients are of something."""
+    gradient = int(seen.role[row]) in (Role.GRAD, Role.GRAD_INPUT, Role.GRAD_OUTPUT)
+    return f"gradient of {seen.name(row)}" if gradient else seen.name(row)
+
+
 def counts(stats: TensorStats) -> str:
     """ "37 of 48 elements: 37 +inf; first at [0, 0, 1]"."""
     parts = [(stats.nan, "nan"), (stats.posinf, "+inf"), (stats.neginf, "-inf")]
@@ -174,11 +180,11 @@ def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
 
 
 def _reached(seen: Seen, row: int, step: int) -> str:
-    later = np.arange(len(seen.bad)) > row
+    later = np.arange(len(seen.bad)) >= row
     parts = []
     outermost = [call for call in seen.calls(step).values() if call.parent is None and not call.foreign]
     for call in outermost:
-        if any(r > row and seen.bad[r] for r in call.outputs):
+        if any(r >= row and seen.bad[r] for r in call.outputs):
             parts.append(f"the output of {named(call.module)}")
             break
     if any(later[r] and seen.bad[r] for r in seen.rows(step, Role.LOSS)):
@@ -283,7 +289,9 @@ def advice(seen: Seen, row: int, stage: Stage, cause: str | None, status: Status
         found.append(f"The optimizer's eps and learning rate in {dtype}: eps below the dtype's smallest value is 0.")
     elif stage == "gradients":
         found.append("What runs between backward and optimizer.step: unscale, clip, all-reduce.")
-    found.append(f"Which op it was: `nantrace bisect FILE.py:step` replays the step down to one op of {name}.")
+    if call is not None and seen.nan[row] and "Attention" in seen.classes.get(call.module, ""):
+        found.append(f"Whether the mask given to {name} hides every key of a sample: softmax over such a row is NaN.")
+    found.append("Which op it was: `nantrace bisect FILE.py:step` replays the step down to it.")
     return tuple(found[:3])
 
 

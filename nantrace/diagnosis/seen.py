@@ -193,7 +193,7 @@ class Seen:
         stats, site = self.stats(row), self.site(row)
         named = site.role in (Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD)
         return Operand(
-            name=site.slot,
+            name=f"gradient of {site.slot}" if site.role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) else site.slot,
             dtype=stats.dtype,
             shape=stats.shape,
             nan=stats.nan,

@@ -26,7 +26,7 @@ def sentence(verdict: Verdict, path: str | None = None) -> str:
 def _tensor(origin: Origin) -> str:
     stats = origin.output
     name = origin.tensor or "value"
-    if origin.module and not name.startswith(origin.module):
+    if origin.module and origin.module not in name:
         name = f"{origin.module} {name}"
     shape = f" {list(stats.shape)}" if stats is not None else ""
     counts = [(stats.nan, "nan"), (stats.posinf, "inf"), (stats.neginf, "-inf")] if stats is not None else []

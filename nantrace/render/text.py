@@ -35,7 +35,8 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
         ascii: no character beyond ASCII.
 
     Returns:
-        Lines joined by newlines, without one at the end; the last may be a command, which is never broken. Control characters in names are written as escapes.
+        Lines joined by newlines, without one at the end; the last may be a command, which is never broken. Control
+        characters in names are written as escapes.
     """
     page = _Page(max(width, 40), colour, ascii)
     if trace is not None:
@@ -133,8 +134,8 @@ def _place_words(origin: Origin) -> list[str]:
 def _without(tensor: str, module: str | None) -> str:
     """A site's tensor without the module that stands beside it: "block.1 output[0]" is "output[0]"."""
     for front in (f"{module} ", "(model) "):
-        if module is not None and tensor.startswith(front):
-            return tensor[len(front) :]
+        if module is not None:
+            tensor = tensor.removeprefix(front).replace(f"gradient of {front}", "gradient of ")
     return tensor
 
 
@@ -158,7 +159,9 @@ def _facts(origin: Origin) -> list[str]:
 def _held(stats: Any, first: tuple[int, ...] | None) -> str:
     counts = [(_field(stats, "nan"), "nan"), (_field(stats, "posinf"), "+inf"), (_field(stats, "neginf"), "-inf")]
     held = ", ".join(f"{count:,} {name}" for count, name in counts if count)
-    where = f"; first at {list(first)}" if first is not None else ""
+    if _field(stats, "numel") == 1:
+        return f"its one element is {held.removeprefix('1 ')}" if held else "its one element is finite"
+    where = f"; first at {list(first)}" if first else ""
     return f"{held or 'no nonfinite elements'} of {_field(stats, 'numel'):,} elements{where}"
 
 
@@ -275,7 +278,9 @@ def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
     """The command to type next; None where nothing is left to find."""
     if verdict.status in ("clean", "expected"):
         return None
-    if verdict.origin is not None and verdict.origin.op is None and verdict.replays == 0:
+    origin = verdict.origin
+    named = verdict.stage in ("input", "state")  # a tensor that was bad from the start needs no search
+    if origin is not None and origin.op is None and verdict.replays == 0 and not named:
         return "nantrace bisect FILE.py:step"
     if trace is not None and trace.path:
         return f"nantrace report {shlex.quote(trace.path)} -o report.html"

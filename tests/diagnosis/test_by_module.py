@@ -314,7 +314,7 @@ def test_clipping_that_spreads_nan_is_traced_to_the_gradients_that_were_bad_befo
     updated(written, "a.weight", "b.weight", nan=8)
     verdict = judge(written)
     assert verdict.stage == "backward" and verdict.origin is not None
-    assert verdict.origin.tensor == "b.weight"
+    assert verdict.origin.tensor == "gradient of b.weight"
 
 
 def test_a_gradient_that_turned_nonfinite_after_backward_is_a_matter_of_the_gradients_stage() -> None:
@@ -324,7 +324,7 @@ def test_a_gradient_that_turned_nonfinite_after_backward_is_a_matter_of_the_grad
     written.grad("weight")
     updated(written, "weight", nan=8)
     verdict = judge(written)
-    assert (verdict.stage, verdict.origin and verdict.origin.tensor) == ("gradients", "weight")
+    assert (verdict.stage, verdict.origin and verdict.origin.tensor) == ("gradients", "gradient of weight")
 
 
 def test_gradients_that_a_norm_overflow_zeroed_are_contained() -> None:
