@@ -9,7 +9,7 @@ from tests.zoo.answers import matches
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES
 
-pytest.importorskip("nantrace.api")
+pytest.importorskip("nantrace.replay.bisect")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

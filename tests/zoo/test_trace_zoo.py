@@ -21,8 +21,6 @@ from tests.zoo.models import TRANSFORMERS_MODELS
 from tests.zoo.plain_models import PLAIN_MODELS
 from tests.zoo.training import ZooModel
 
-pytest.importorskip("nantrace.api")
-
 _HARMLESS = [case for case in CASES if case.expect.harmless]
 _DAMAGED = [case for case in CASES if not case.expect.harmless]
 
