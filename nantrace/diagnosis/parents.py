@@ -164,16 +164,20 @@ def _outside(seen: Seen, row: int) -> tuple[int, ...]:
 def _alive(seen: Seen, calls: list[Call], row: int) -> list[int]:
     """Nonfinite outputs of `calls` before `row`; if any is left, without those that the next call did not get to see.
 
-    Calls in one scope mostly hand on to each other: an overflow that was clamped away shows in no later input.
+    `calls` are in order of time and do not overlap. Calls in one scope mostly hand on to each other: an overflow that
+    was clamped away shows in no later input.
     """
-    done = [call for call in calls if call.last < row and _bad(seen, call.outputs, row)]
-    alive = [call for call in done if not _finite_successor(seen, call, calls, row)]
-    return [r for call in alive or done for r in _bad(seen, call.outputs, row)]
-
-
-def _finite_successor(seen: Seen, call: Call, calls: list[Call], row: int) -> bool:
-    later = [c for c in calls if c.first > call.last and c.first < row and c.inputs]
-    return bool(later) and not seen.bad[list(min(later, key=lambda c: c.first).inputs)].any()
+    alive: list[int] = []
+    dead: list[int] = []
+    followed_by_finite = False  # whether the call after the one at hand had finite inputs
+    for call in reversed(calls):
+        if call.first >= row:
+            continue
+        if call.last < row:
+            (dead if followed_by_finite else alive).extend(_bad(seen, call.outputs, row))
+        if call.inputs:
+            followed_by_finite = not any(seen.bad[r] for r in call.inputs)
+    return alive or dead
 
 
 def _state(seen: Seen, module: str, row: int) -> list[int]:
