@@ -288,22 +288,18 @@ def _kind(seen: Seen, row: int) -> str:
 
 
 def _way(seen: Seen, root: int, sink: int) -> list[int]:
-    """Rows from `root` to `sink`, each a parent of the next: the shortest way back from the sink."""
-    came: dict[int, int] = {sink: -1}
-    queue = [sink]
-    for row in queue:
-        if row == root:
-            break
-        for parent in parents(seen, row):
-            if parent not in came and parent >= root:
-                came[parent] = row
-                queue.append(parent)
-    if root not in came:
-        return [root, sink] if root != sink else [root]
-    way = [root]
-    while came[way[-1]] >= 0:
-        way.append(came[way[-1]])
-    return way
+    """Rows from `root` to `sink`, each a parent of the next: from the sink always back to the latest that holds it."""
+    reached = {root}
+    for row in _bad_rows(seen, sink):
+        if row > root and not reached.isdisjoint(parents(seen, row)):
+            reached.add(row)
+    way = [sink]
+    while way[-1] != root:
+        before = [row for row in parents(seen, way[-1]) if row in reached]
+        if not before:  # it came through an earlier step
+            return [root, *reversed(way)]
+        way.append(max(before))
+    return way[::-1]
 
 
 def _path(seen: Seen, root: int, sink: int | None) -> tuple[dict[str, object], ...]:

@@ -26,6 +26,12 @@ _GRADIENT_FLOW = (Role.GRAD_OUTPUT, Role.GRAD_INPUT)
 
 def parents(seen: Seen, row: int) -> tuple[int, ...]:
     """The nonfinite rows that explain `row`, in order; empty for a birth and for what was nonfinite from the start."""
+    if row not in seen.parents:
+        seen.parents[row] = _parents(seen, row)
+    return seen.parents[row]
+
+
+def _parents(seen: Seen, row: int) -> tuple[int, ...]:
     role, phase = Role(int(seen.role[row])), Phase(int(seen.phase[row]))
     if role in _STATE and phase is not Phase.UPDATE:
         return _same_before(seen, row, role)
@@ -198,15 +204,9 @@ def _state(seen: Seen, module: str, row: int) -> list[int]:
 
 def _read_around(seen: Seen, step: int, owner: str, module: str, name: str) -> bool:
     """Whether `module` may read state of a module below it that is itself never called."""
-    return (
-        _below(owner, module)
-        and all(call.module != owner for call in seen.calls(step).values())
-        and _has_gradient(seen, step, name)
-    )
-
-
-def _below(owner: str, module: str) -> bool:
-    return module == "" or owner.startswith(f"{module}.")
+    called = {call.module for call in seen.calls(step).values()}
+    nearest = next((around for around in _upwards(owner) if around in called), None)
+    return nearest == module != owner and _has_gradient(seen, step, name)
 
 
 def _has_gradient(seen: Seen, step: int, name: str) -> bool:

@@ -70,6 +70,7 @@ class Seen:
     nan: npt.NDArray[np.bool_]
     positive: npt.NDArray[np.bool_]
     negative: npt.NDArray[np.bool_]
+    parents: dict[int, tuple[int, ...]] = field(default_factory=dict)  # filled by `parents.parents`
     _calls: dict[int, dict[int, Call]] = field(default_factory=dict)
 
     @classmethod

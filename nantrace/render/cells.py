@@ -32,9 +32,8 @@ def _shown(character: str, ascii_only: bool) -> str:
         return character
     if ascii_only:
         return _ASCII.get(character) or _escape(code)
-    # Control, format (also the ones that turn the direction of text), surrogate, unassigned; line separators.
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
-    return _escape(code) if hidden else character
+    # Not printable: control, format (also what turns the direction of text), surrogate, unassigned, odd blanks.
+    return character if character.isprintable() else _escape(code)
 
 
 def _escape(code: int) -> str:

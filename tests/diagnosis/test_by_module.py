@@ -76,6 +76,7 @@ def test_a_module_without_tensor_arguments_takes_in_the_calls_before_its_output(
     written.loss(nan=1)
     verdict = judge(written)
     assert verdict.origin is not None and verdict.origin.module == "inner"
+    assert verdict.also == ()
 
 
 def test_marks_that_stay_minus_infinity_are_expected() -> None:
@@ -502,3 +503,81 @@ def test_an_empty_lineage_leaves_the_modules_to_judge() -> None:
     written.run("", made=NAN)
     written.loss(nan=1)
     assert diagnose(dataclasses.replace(written.trace(), lineage=Lineage())).status == "fault"
+
+
+def test_nonfinite_gradients_that_an_optimizer_took_are_a_fault_even_if_its_weights_stay_finite() -> None:
+    written = Written()
+    skipped_step(written)
+    updated(written, "body.weight")
+    written.grad("head.weight", Phase.OPTIMIZER, nan=8)
+    written.end(skipped=1, committed=1)
+    assert judge(written).status == "fault"
+
+
+def test_of_several_births_the_earliest_is_named_and_the_others_stand_beside_it() -> None:
+    written = Written()
+    with written.call("", made=NAN):
+        with written.call("left", made=NAN):
+            pass
+        written.run("right", made=NAN)
+    written.loss(nan=1)
+    verdict = judge(written)
+    assert verdict.origin is not None and verdict.origin.module == "right"
+    written = Written()
+    written.run("a", made=NAN)
+    written.run("b", given=None, made=NAN)
+    written.loss(nan=1)
+    verdict = judge(written)
+    assert verdict.origin is not None and verdict.origin.module == "a"
+    assert [other.module for other in verdict.also] == ["b"]
+
+
+def test_a_loss_that_a_check_in_the_loop_threw_away_is_contained() -> None:
+    written = Written()
+    written.run("", made=NAN)
+    written.loss(nan=1)
+    written.grad("weight", nan=8)
+    written.run("")
+    written.loss()
+    written.grad("weight")
+    updated(written, "weight")
+    verdict = judge(written)
+    assert (verdict.status, verdict.stage) == ("contained", "forward")
+
+
+def test_a_mark_that_reached_the_loss_is_a_fault_where_it_ceased_to_be_one() -> None:
+    written = Written()
+    with written.call("", made=NEGINF):
+        written.run("mask", made=NEGINF)
+    with written.call("<NLL>", given=NEGINF, made=POSINF, phase=Phase.LOSS):
+        pass
+    written.loss(posinf=1)
+    verdict = judge(written)
+    assert (verdict.status, verdict.stage) == ("fault", "loss")
+    assert verdict.origin is not None and verdict.origin.module == "<NLL>"
+
+
+def test_a_mark_that_stays_one_up_to_the_loss_is_named_where_it_was_put_in() -> None:
+    written = Written()
+    with written.call("", made=NEGINF):
+        written.run("log", made=NEGINF)
+    written.loss(neginf=1)
+    verdict = judge(written)
+    assert verdict.status == "fault" and verdict.origin is not None and verdict.origin.module == "log"
+
+
+def uncalled_parameter(name: str) -> Verdict:
+    written = Written()
+    written.param(name, **NAN)
+    with written.call("", made=NAN):
+        written.run("attn", made=NAN)
+        written.run("other", given=None)
+    written.loss(nan=1)
+    written.grad(name, nan=8)
+    return judge(written)
+
+
+def test_a_parameter_of_a_submodule_that_is_never_called_is_read_by_the_module_around_it() -> None:
+    verdict = uncalled_parameter("attn.out_proj.weight")
+    assert (verdict.stage, verdict.origin and verdict.origin.tensor) == ("state", "attn.out_proj.weight")
+    assert uncalled_parameter("other.out_proj.weight").stage == "forward"
