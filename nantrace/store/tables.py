@@ -1,8 +1,8 @@
-"""Growing HDF5 tables that survive SIGKILL: allocation ahead of the rows, and rows written straight into it.
+"""Growing HDF5 tables that survive SIGKILL: allocation ahead of the rows, and chunks written straight into it.
 
-Knows HDF5's behaviour and the names of the tables, not what their rows mean. Three facts carry this module: an
-unfiltered chunk larger than the chunk cache is written directly into the file; a chunk allocated early needs no
-change of metadata when it is written; and HDF5 writes the superblock, which states the end of the file, last of all.
+Knows HDF5's behaviour and the names of the tables, not what their rows mean. Three facts carry this module: a chunk
+that is written directly goes past HDF5's cache into the file; one that was allocated early changes no metadata by it;
+and HDF5 writes the superblock, which states the end of the file, last of all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from nantrace.store.schema import COMMITTED, TABLE_VERSION, TABLES
 
-#: Arguments of `h5py.File` for writing: a superblock that opens after a crash, and no chunk cache.
+#: Arguments of `h5py.File` for writing: a superblock that opens after a crash, and no chunk cache beside our own.
 WRITING = {"libver": ("earliest", "v108"), "rdcc_nbytes": 0}
 
 _SUPERBLOCK_0 = b"\x89HDF\r\n\x1a\n\x00"
@@ -37,13 +37,13 @@ class Table:
 
     def __init__(self, file: h5py.File, name: str) -> None:
         row, self.chunk = TABLES[name]
-        self.chunk_bytes = self.chunk * row.itemsize
         self.name = name
         self.rows = 0
         self.capacity = self.chunk
         self._id = file[name].id if name in file else self._create(file, row)
-        self._memory_type = h5py.h5t.py_create(row)
-        self._space = self._id.get_space()
+        self._tail = np.zeros(self.chunk, row)  # the chunk that is being filled, as it is to stand in the file
+        self._pending = False
+        self.chunk_bytes = self._tail.nbytes
 
     def _create(self, file: h5py.File, row: np.dtype[Any]) -> Any:
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -58,17 +58,28 @@ class Table:
 
     def resize(self, rows: int) -> None:
         self._id.set_extent((rows,))
-        self._space = self._id.get_space()
         self.capacity = rows
 
-    def write(self, rows: npt.NDArray[Any]) -> None:
-        """Writes rows behind those that are there; the caller has seen to the capacity."""
-        if not len(rows):
-            return
-        self._space.select_hyperslab((self.rows,), (len(rows),))
-        memory = h5py.h5s.create_simple((len(rows),))
-        self._id.write(memory, self._space, np.ascontiguousarray(rows), self._memory_type)
-        self.rows += len(rows)
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        """Takes rows up and writes each chunk that they fill; the caller has seen to the capacity."""
+        begin = 0
+        while begin < len(rows):
+            at = self.rows % self.chunk
+            part = rows[begin : begin + self.chunk - at]
+            self._tail[at : at + len(part)] = part
+            self._pending = True
+            begin += len(part)
+            self.rows += len(part)
+            if self.rows % self.chunk == 0:
+                self.write()
+                self._tail[:] = np.zeros((), self._tail.dtype)
+
+    def write(self) -> None:
+        """Writes the chunk that is being filled. Its earlier rows are written again, with the same bytes."""
+        if self._pending:
+            begin = (self.rows - 1) // self.chunk * self.chunk
+            self._id.write_direct_chunk((begin,), self._tail.tobytes())
+            self._pending = False
 
 
 class Tables:
@@ -88,15 +99,16 @@ class Tables:
         needed = table.rows + len(rows)
         if needed > table.capacity:
             self._grow(table, needed)
-        table.write(rows)
+        table.append(rows)
 
     def commit(self) -> None:
-        """Declares everything appended so far as whole.
+        """Writes everything appended so far, then the record that declares it whole.
 
-        The rows went to the file when they were appended; the record follows them, so a killed process leaves no
-        count that is ahead of its rows.
+        The chunks go into the file at once and the record follows them, so a killed process leaves no count that is
+        ahead of its rows.
         """
         for name, table in self._tables.items():
+            table.write()
             self._counts[name] = table.rows
         self._committed.write(h5py.h5s.ALL, h5py.h5s.ALL, self._counts, self._commit_type)
         self._file.flush()

@@ -30,13 +30,11 @@ from nantrace.store.schema import (
     NULL,
     SITE,
     STEP,
-    TABLES,
     escape,
     split_name,
 )
 from nantrace.store.tables import WRITING, Tables
 
-_BUFFER = TABLES["events"][1]
 _LONGEST_FIXED = 60_000  # bytes; HDF5 takes attributes of up to 64 KiB
 _RESERVED = ("complete", "format_version")
 
@@ -91,13 +89,15 @@ class TraceWriter:
         self._new_names: list[bytes] = []
         self._sites = 0
         self._seq = 0
-        self._buffer = np.empty(_BUFFER, EVENT)
-        self._filled = 0
         self._file = _create(self.path, _attributes(meta), overwrite)
-        self._tables = Tables(self._file)
         self._closed = False
-        self._add_modules(modules)
-        self.flush()
+        try:
+            self._tables = Tables(self._file)
+            self._add_modules(modules)
+            self.flush()
+        except BaseException:
+            _close(self._file)
+            raise
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -116,7 +116,7 @@ class TraceWriter:
         self._write("sites", rows)
 
     def append(self, rows: npt.NDArray[np.void]) -> None:
-        """Appends events, a structured array of `nantrace.events.EVENT`; kept in memory until a chunk is full.
+        """Appends events, a structured array of `nantrace.events.EVENT`; in memory up to `flush` or a full chunk.
 
         Raises:
             ValueError: `seq` does not continue the trace, or a site was not added before.
@@ -126,14 +126,7 @@ class TraceWriter:
             return
         self._check(rows)
         self._seq += len(rows)
-        at = 0
-        while at < len(rows):
-            part = rows[at : at + _BUFFER - self._filled]
-            self._buffer[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            at += len(part)
-            if self._filled == _BUFFER:
-                self._drain()
+        self._write("events", rows)
 
     def add_step(self, step: Mapping[str, Any]) -> None:
         """Appends one step to the ledger."""
@@ -154,7 +147,6 @@ class TraceWriter:
         """Hands everything to the operating system: afterwards it survives SIGKILL (not a power failure)."""
         if self._idle():
             return
-        self._drain()
         self._guard(self._commit)
 
     def close(self) -> None:
@@ -164,7 +156,6 @@ class TraceWriter:
         self._closed = True
         try:
             if self.error is None:
-                self._drain()
                 self._guard(self._finish)
         finally:
             _close(self._file)
@@ -208,13 +199,10 @@ class TraceWriter:
         self._write("modules", np.array(rows, MODULE))
 
     def _write(self, table: str, rows: npt.NDArray[Any]) -> None:
-        names, self._new_names = self._new_names, []
-        self._guard(lambda: self._tables.append("names", np.array(names, NAME)))
+        if self._new_names:
+            names, self._new_names = np.array(self._new_names, NAME), []
+            self._guard(lambda: self._tables.append("names", names))
         self._guard(lambda: self._tables.append(table, rows))
-
-    def _drain(self) -> None:
-        rows, self._filled = self._buffer[: self._filled], 0
-        self._guard(lambda: self._tables.append("events", rows))
 
     def _commit(self) -> None:
         self._tables.commit()
