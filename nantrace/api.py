@@ -5,20 +5,24 @@ Each function imports what it needs when called, so that reading a trace loads n
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Trace
+from nantrace.events import Columns, Phase, Role, Site, Trace
 from nantrace.render.report import Report
 from nantrace.render.sentence import sentence
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import torch
 
     from nantrace.capture.tracer import Tracer
+    from nantrace.lineage import Lineage, OpEvent
     from nantrace.replay.step import Step
 
 __all__ = ["bisect", "diagnose", "load", "report", "trace"]
@@ -80,6 +84,7 @@ def trace(
         overwrite=overwrite,
         stats=stats,
         judge=_judge(path),
+        ops=_Ops(model, batch, optimizer, scaler) if ops else None,
     )
 
 
@@ -146,6 +151,42 @@ def report(trace_or_verdict: Trace | Verdict) -> Report:
         return Report(diagnose(trace_or_verdict), trace_or_verdict)
     kind = type(trace_or_verdict).__name__
     raise TypeError(f"report got a {kind}: pass a Trace (nantrace.load(path), tracer.trace) or a Verdict.")
+
+
+class _Ops:
+    """The op recorder as a tracer wants it: entered with the first step, asked once for what it saw."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any, optimizer: Any, scaler: Any) -> None:
+        from nantrace.flow.recorder import OpRecorder
+
+        several = optimizer is not None and not hasattr(optimizer, "param_groups")
+        given = list(optimizer) if several else optimizer
+        self._recorder = OpRecorder(model, batch, optimizer=given, scaler=scaler)
+
+    def __enter__(self) -> _Ops:
+        self._recorder.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recorder.__exit__(kind, error, traceback)
+
+    def result(self) -> tuple[Lineage, list[tuple[Site, tuple[Any, ...]]]]:
+        """The lineage, and one row of a trace for each nonfinite output of an op."""
+        lineage = self._recorder.lineage()
+        return lineage, [_op_row(event) for event in lineage.events if event.op is not None]
+
+
+def _op_row(event: OpEvent) -> tuple[Site, tuple[Any, ...]]:
+    phase = Phase[event.phase.upper()] if event.phase is not None else Phase.FORWARD
+    site = Site(event.module, phase, Role.OP, "output", event.dtype, event.shape, event.op, event.node, event.where)
+    numel = math.prod(event.shape)
+    finite = numel - event.nan - event.posinf - event.neginf
+    low = math.nan if event.min is None else event.min
+    high = math.nan if event.max is None else event.max
+    counts = (numel, finite, event.nan, event.posinf, event.neginf)
+    return site, (*counts, low, high, math.nan, event.first_bad, 0, 0, 0, int(Columns.FIRST_BAD))
 
 
 def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:

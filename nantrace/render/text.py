@@ -198,22 +198,29 @@ def _headline(page: _Page, verdict: Verdict) -> None:
 
 def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
     """The rows around the culprit, and those of the path from it."""
-    if not verdict.path or not len(trace):
+    path = _rows_of_path(trace, verdict)
+    if not path:
         return
-    seqs = [int(step["seq"]) for step in verdict.path if "seq" in step]
-    if not seqs:
-        return
-    first_seq = int(trace.events["seq"][0])
-    culprit = seqs[0] - first_seq
-    if not 0 <= culprit < len(trace):
-        return
-    shown = sorted({*_neighbours(trace, culprit), *(seq - first_seq for seq in seqs[:_AROUND])})
-    shown = [row for row in shown if 0 <= row < len(trace)]
+    culprit = path[0]
+    shown = sorted({*_neighbours(trace, culprit), *path[:_AROUND]})
     page.gap()
     head = ["", "#", "module", "phase", "role", "dtype", "absmax", "nan", "inf"]
     body = [_cells(trace, row, row == culprit) for row in shown]
     right = [False, True, False, False, False, False, True, True, True]
     page.columns([head, *body], right, (2, 4, 3), 1 + shown.index(culprit))
+
+
+def _rows_of_path(trace: Trace, verdict: Verdict) -> list[int]:
+    """The rows of the verdict's path that the trace holds; for an op the first row of that op in that module."""
+    if not len(trace) or verdict.origin is None:
+        return []
+    seqs = np.array([step["seq"] for step in verdict.path if "seq" in step], dtype=np.int64)
+    if seqs.size:
+        rows = seqs - int(trace.events["seq"][0])
+        return [int(row) for row in rows if 0 <= row < len(trace)]
+    wanted = (verdict.origin.op, verdict.origin.module, verdict.origin.node)
+    sites = [n for n, s in enumerate(trace.sites) if s.role is Role.OP and (s.op, s.module, s.node) == wanted]
+    return [int(row) for row in np.flatnonzero(np.isin(trace.events["site"], sites))[:1]]
 
 
 def _neighbours(trace: Trace, culprit: int) -> Iterable[int]:
@@ -243,7 +250,7 @@ def _cells(trace: Trace, row: int, culprit: bool) -> list[str]:
         f"{int(event['seq'])}",
         _module_of(site),
         site.phase.label,
-        f"{site.role.label}{_part(site)}",
+        site.op if site.op is not None else f"{site.role.label}{_part(site)}",
         site.dtype,
         size,
         nan,
