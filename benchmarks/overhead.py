@@ -1,7 +1,7 @@
-"""What tracing costs: a training step of a GPT-2-like model with and without it, and the price of one recorded tensor.
+"""What tracing costs: a training step of a GPT-2-like model with and without it, and the price of a recorded tensor.
 
-Each mode's step runs right after a bare step, in one process, again and again; the figure is the median over these pairs
-of the ratio of the two times. Machines are noisy: read ratios, not seconds.
+Each mode's step runs right after a bare step, in one process, again and again; the figure is the median over these
+pairs of the ratio of the two times. Machines are noisy: read ratios, not seconds.
 
     python benchmarks/overhead.py [--device cuda] [--pairs 15] [--out benchmarks/results/overhead-cpu.csv]
 """
@@ -116,7 +116,8 @@ def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, A
     for _ in range(2):
         step()
     with tempfile.TemporaryDirectory() as folder:
-        chosen = {name: mode for name, mode in modes(os.path.join(folder, "step.h5")).items() if not only or only in name}
+        every = modes(os.path.join(folder, "step.h5"))
+        chosen = {name: mode for name, mode in every.items() if not only or only in name}
         ratios: dict[str, list[float]] = {name: [] for name in chosen}
         bare: list[float] = []
         for _ in range(pairs):
@@ -158,12 +159,13 @@ def tensor_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
 
 
 def row(name: str, unit: str, values: list[float]) -> dict[str, Any]:
-    cuts = statistics.quantiles(values, n=10)
-    return {"name": name, "unit": unit, "p20": cuts[1], "p50": statistics.median(values), "p80": cuts[7], "n": len(values)}
+    p20, _, _, p80 = statistics.quantiles(values, n=5)
+    return {"name": name, "unit": unit, "p20": p20, "p50": statistics.median(values), "p80": p80, "n": len(values)}
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    host = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if device == "cuda" else host
     return {
         "device": where,
         "torch": torch.__version__,
@@ -189,7 +191,7 @@ def main() -> None:
         )
     ]
     for measured in rows:
-        print(f"{measured['name']:44} {measured['p20']:9.3f} {measured['p50']:9.3f} {measured['p80']:9.3f} {measured['unit']}")
+        print("{name:44} {p20:9.3f} {p50:9.3f} {p80:9.3f} {unit}".format(**measured))
     out = arguments.out or Path(__file__).parent / "results" / f"overhead-{arguments.device}.csv"
     with open(out, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

@@ -55,11 +55,11 @@ class FinishedSteps:
         self._held.append((rows, step))
         turned = bad and not self._was_bad and not (self._writer is None and self._released)
         self._was_bad = bad
-        if self._keep is None or turned:
-            self.release(sites)
         while self._keep is not None and len(self._held) > self._keep:
             dropped, ledger = self._held.popleft()
             self._put(dropped[:0], {**ledger, "events": 0, "not_kept": len(dropped)})
+        if self._keep is None or turned:
+            self.release(sites)
 
     def release(self, sites: Sequence[Site]) -> None:
         """Let go everything that is held back."""

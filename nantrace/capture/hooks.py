@@ -6,15 +6,17 @@ checkpoint) carries a hook that does nothing.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_internals
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from nantrace.capture.calls import CallRecorder, Place
-from nantrace.capture.sites import Watched
+from nantrace.capture.sites import Watched, is_wrapper
 
 
 def hook_of_a_copy(*_: Any) -> None:
@@ -86,7 +88,7 @@ class EveryModule:
         recorder = self._recorder()
         if recorder is not None and recorder.active:
             place = self._place(module)
-            if place.inside or not recorder.outside():
+            if place is not None and (place.inside or not recorder.outside()):
                 recorder.begin(place, args, {})
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -94,19 +96,23 @@ class EveryModule:
         if id(module) in self._hooked:
             return
         recorder = self._recorder()
-        if recorder is not None and recorder.active:
+        place = self._place(module)
+        if recorder is not None and recorder.active and place is not None:
             raised = len(rest) == 1
-            recorder.end(self._place(module), None if raised else rest[1], None if raised else rest[0])
+            recorder.end(place, None if raised else rest[1], None if raised else rest[0])
 
-    def _place(self, module: torch.nn.Module) -> Place:
+    def _place(self, module: torch.nn.Module) -> Place | None:
+        """None for wrappers, which the user does not mean when speaking of a model."""
         place = self._places.get(id(module))
+        if place is None and is_wrapper(module):
+            return None
         if place is None or not (place.inside or place.fqn == f"<{type(module).__name__}>"):
             place = self._places[id(module)] = Place(f"<{type(module).__name__}>", inside=False)
         return place
 
 
-def install(recorder: CallRecorder, watched: Sequence[Watched]) -> list[Any]:
-    """Put hooks on the watched modules and around all others. Returns handles whose `remove()` undoes it."""
+def install(recorder: CallRecorder, watched: Sequence[Watched]) -> list[Callable[[], object]]:
+    """Put hooks on the watched modules and around all others. Returns what undoes it."""
     reference = weakref.ref(recorder)
     handles: list[Any] = []
     for entry in watched:
@@ -117,5 +123,7 @@ def install(recorder: CallRecorder, watched: Sequence[Watched]) -> list[Any]:
             handles.append(entry.module.register_forward_hook(after, with_kwargs=True, always_call=True))
     every = EveryModule(recorder, watched)
     handles.append(register_module_forward_pre_hook(every.before))
-    handles.append(register_module_forward_hook(every.after, with_kwargs=True, always_call=True))
-    return handles
+    after_every = register_module_forward_hook(every.after, with_kwargs=True, always_call=True)
+    # Removing the handle leaves an entry that makes compiled modules warn of global hooks for ever after.
+    forgotten = functools.partial(module_internals._global_forward_hooks_with_kwargs.pop, after_every.id, None)
+    return [forgotten, *(handle.remove for handle in (*handles, after_every))]

@@ -10,7 +10,9 @@ import torch
 
 from nantrace.events import ModuleEntry
 
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# What wrappers call the module inside them.
+_INNER = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)  # these call it "module"
 
 # With a hook on any of their submodules these leave their fused kernel, and the step would not be the user's any more.
 _FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
@@ -82,19 +84,16 @@ def wrapper_parts(model: torch.nn.Module) -> frozenset[str]:
     outermost = model
     while "_orig_mod" in outermost._modules:
         outermost = outermost._modules["_orig_mod"]  # type: ignore[assignment]
-    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    return _WRAPPERS if isinstance(outermost, parallel) else _WRAPPERS - {"module"}
+    return _INNER | {"module"} if isinstance(outermost, _PARALLEL) else _INNER
 
 
 def _wrapped(model: torch.nn.Module) -> set[int]:
-    """Modules that only stand around another one."""
-    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    inner = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    return {
-        id(module)
-        for module in model.modules()
-        if isinstance(module, parallel) or any(name in module._modules for name in inner)
-    }
+    return {id(module) for module in model.modules() if is_wrapper(module)}
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether a module only stands around another one, to compile, spread or checkpoint it."""
+    return isinstance(module, _PARALLEL) or not _INNER.isdisjoint(module._modules)
 
 
 def _chosen(fqns: list[str], patterns: Sequence[str] | None, depth: int | None) -> set[str]:

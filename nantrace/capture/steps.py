@@ -70,11 +70,6 @@ class StepRecorder(StepListener):
         self.gradients = GradientRecorder(buffer, failed)
         self.calls = CallRecorder(buffer, self.gradients, self.reached, failed)
 
-    @property
-    def aliases(self) -> dict[str, list[str]]:
-        """Other names of shared parameters and buffers."""
-        return self._state.aliases
-
     def open(self) -> OpenStep:
         """Begin a step and read what it starts from."""
         step = self.step = OpenStep(self._next)
@@ -174,15 +169,12 @@ class StepRecorder(StepListener):
                 self._read_gradients(step, optimizer, Phase.POST_BACKWARD)
 
     def scaler_updates(self, scaler: torch.amp.GradScaler) -> None:
-        if self.step is not None and scaler._scale is not None:
-            with Quiet():
-                self.step.scale_before = scaler._scale.clone()
+        if self.step is not None:
+            self.step.scale_before = _scale_of(scaler)
 
     def scaler_updated(self, scaler: torch.amp.GradScaler) -> None:
         if self.step is not None:
-            if scaler._scale is not None:
-                with Quiet():
-                    self.step.scale_after = scaler._scale.clone()
+            self.step.scale_after = _scale_of(scaler)
             self.step.close()
 
     def recorder_failed(self, error: Exception) -> None:
@@ -214,3 +206,10 @@ class StepRecorder(StepListener):
             notes.append(f"{self.calls.unread} tensors inside functorch transforms or torch.jit.trace were not read")
             self.calls.unread = 0
         return notes
+
+
+def _scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """A copy of the scale where it lies: `get_scale` would wait for the device. None when the scaler is disabled."""
+    scale = getattr(scaler, "_scale", None)
+    with Quiet():
+        return None if scale is None else scale.clone()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from nantrace import __version__
 from nantrace.capture.sites import is_compiled
+from nantrace.errors import NantraceWarning
 
 
 def facts(model: torch.nn.Module) -> dict[str, Any]:
@@ -54,5 +57,32 @@ def eager_instead_of_compiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    # Compiled modules warn of global hooks. Where warnings are errors that would break the step.
+    warnings.filters.insert(0, _ABOUT_GLOBAL_HOOKS)  # type: ignore[attr-defined]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user put other filters in its place
+            warnings.filters.remove(_ABOUT_GLOBAL_HOOKS)  # type: ignore[attr-defined]
+
+
+_ABOUT_GLOBAL_HOOKS = (
+    "ignore",
+    re.compile(r"Using `torch\.compile\(module\)` when there are global"),
+    UserWarning,
+    None,
+    0,
+)
+
+
+def warn_user(sentence: str) -> None:
+    """Warn at the user's line, every time: a cell of a notebook that runs again must be told again."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
+        frame = frame.f_back
+    # A registry of its own keeps Python from showing a sentence only once a line.
+    warnings.warn_explicit(sentence, NantraceWarning, frame.f_code.co_filename, frame.f_lineno, registry={})
+
+
+_NOT_THE_USER = ("nantrace", "torch", "contextlib")

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -27,7 +26,7 @@ from nantrace.capture.quiet import Quiet
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
-from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path
+from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path, warn_user
 from nantrace.errors import NantraceWarning, NonfiniteError
 from nantrace.events import Site, Trace
 from nantrace.lineage import Lineage
@@ -169,7 +168,7 @@ class Tracer:
         finally:
             self._stop()
             self._exits.close()
-            self._attempt(self._close)
+            self._close()
             _running.discard(self)
         self._report(quietly=error is not None)
 
@@ -207,14 +206,17 @@ class Tracer:
 
     def _prepare(self) -> None:
         """Make the recorders, and the file: whatever can be wrong is wrong before a hook is placed."""
+        self._buffer = Buffer(self._stats == "full", self._stats != "range")
+        state = StateRecorder(self._model, self._buffer)
+        state.read_names()
+        self._meta["aliases"] = state.aliases
         if self._path is not None:
             self._path_written = own_path(self._path, self._meta.get("rank"))
             self._writer = self._opened(self._path_written)
         self._finished = FinishedSteps(self._writer, self._keep)
-        self._buffer = Buffer(self._stats == "full", self._stats != "range")
         self._steps = StepRecorder(
             self._buffer,
-            StateRecorder(self._model, self._buffer),
+            state,
             optimizers=self._optimizers,
             batch=self._batch,
             scaled=self._scaled,
@@ -234,8 +236,8 @@ class Tracer:
         steps = self._steps
         exits.enter_context(eager_instead_of_compiled())
         exits.callback(steps.gradients.remove)
-        for handle in install(steps.calls, self._watched):
-            exits.callback(handle.remove)
+        for undo in install(steps.calls, self._watched):
+            exits.callback(undo)
         exits.enter_context(Lifecycle(steps))
         _watch_forks()
         _running.add(self)
@@ -257,7 +259,10 @@ class Tracer:
 
     def _close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except Exception as error:
+                self._failed(error)
 
     def _step_begins(self) -> None:
         with Quiet():
@@ -288,9 +293,7 @@ class Tracer:
                 self._say(sentence)
 
     def _as_trace(self, rows: npt.NDArray[np.void], steps: Any) -> Trace:
-        aliases = self._steps.aliases
-        meta = {**self._meta, "aliases": aliases} if aliases else self._meta
-        return Trace(rows, tuple(self._buffer.sites), self._modules, tuple(steps), meta, self._lineage)
+        return Trace(rows, tuple(self._buffer.sites), self._modules, tuple(steps), self._meta, self._lineage)
 
     def _attempt(self, what: Callable[[], Any]) -> None:
         """Do something of the recorder's own, unless it has failed before."""
@@ -313,7 +316,7 @@ class Tracer:
     def _say(self, sentence: str) -> None:
         """Warn now; where warnings are errors, wait until raising one cannot break the user's step."""
         try:
-            warnings.warn(sentence, NantraceWarning, stacklevel=2)
+            warn_user(sentence)
         except NantraceWarning:
             self._unsaid.append(sentence)
 
@@ -323,7 +326,7 @@ class Tracer:
         unsaid, self._unsaid = self._unsaid, []
         if not quietly:
             for sentence in unsaid:
-                warnings.warn(sentence, NantraceWarning, stacklevel=3)
+                warn_user(sentence)
             if error is not None:
                 raise error
         elif error is not None:

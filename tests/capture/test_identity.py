@@ -1,4 +1,4 @@
-"""A traced step is the untraced step, bit for bit: outputs, gradients, parameters, optimizer state and random numbers."""
+"""A traced step is the untraced step, bit for bit: outputs, gradients, parameters, optimizer state, random numbers."""
 
 from __future__ import annotations
 
