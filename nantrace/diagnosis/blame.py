@@ -1,0 +1,330 @@
+"""From a lineage to a verdict: what was damaged, where it was born, in which stage, and which replay would tell more.
+
+Pure. A question that one run cannot settle is handed back as a wish: a driver replays the step accordingly and asks
+again. Without a replay the answer stands, and its evidence says what was not tested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nantrace.diagnosis.causes import explain
+from nantrace.diagnosis.causes.messengers import update_growth
+from nantrace.diagnosis.causes.table import Explanation
+from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event
+from nantrace.diagnosis.origins import origin_of, step_on_path
+from nantrace.diagnosis.roots import Roots
+from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
+from nantrace.lineage import Lineage, OpEvent, Sink
+
+_STAGES: dict[str | None, Stage] = {
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "recompute": "backward",
+    "post_backward": "gradients",
+    "optimizer": "optimizer",
+    "update": "update",
+}
+#: Ops that select or compare: a nonfinite value that only they read was meant to be there (cut-offs, observers).
+_SELECTS = re.compile(
+    r"min|max|clamp|where|index|gather|select|slice|embedding|isfinite|isnan|isinf|copy|nan_to_num|topk|sort|logical"
+    r"|bitwise|\.(eq|ne|lt|le|gt|ge)(_|$)|scatter|masked|fill|zero|clone|detach|lerp|grid|take|unbind|cat"
+)
+#: More births than this at one sink are not told apart by replays.
+_MOST_CANDIDATES = 6
+#: Steps of a path that are kept: the first and last of a longer one.
+_PATH = 40
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Wish for a replay in which every optimizer update is undone right after it."""
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Wish for a replay in which the nonfinite outputs of the ops at these times are made finite."""
+
+    times: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict as far as it is known, and the replay that would settle what is open."""
+
+    verdict: Verdict
+    wants: Frozen | Neutral | None = None
+
+
+def blame(
+    lineage: Lineage, *, frozen: Lineage | None = None, neutralised: Mapping[frozenset[int], Lineage] | None = None
+) -> Finding:
+    """Judge one recorded run of a step.
+
+    Args:
+        lineage: what the op pass saw.
+        frozen: lineage of a replay with every update undone, if `Frozen` was wished for.
+        neutralised: lineages of the replays wished for by `Neutral`, by the times that were made finite.
+    """
+    return _Case(lineage, frozen, neutralised or {}).judge()
+
+
+class _Case:
+    """One lineage under judgement, with the answers of further replays."""
+
+    def __init__(self, lineage: Lineage, frozen: Lineage | None, neutralised: Mapping[frozenset[int], Lineage]) -> None:
+        self.lineage, self.frozen, self.neutralised = lineage, frozen, neutralised
+        self.roots = Roots(lineage)
+        self.damage: Damage = damage(lineage, self.roots)
+        self.wants: Frozen | Neutral | None = None
+        self.evidence: list[str] = []
+
+    def judge(self) -> Finding:
+        if self.damage.faults:
+            return self._fault()
+        if self.damage.escaped:
+            return self._escaped(self.damage.escaped[0])
+        if self.damage.contained or self.damage.births:
+            return self._contained()
+        absorbed = next((event for event in self.lineage.events if _was_absorbed(event)), None)
+        if absorbed is not None:
+            self.evidence.append("Arithmetic turned it into finite values: what it scales is silenced or stuck.")
+            return self._say("contained", "state", absorbed)
+        return Finding(Verdict("expected" if self.lineage.events else "clean", evidence=tuple(self.lineage.notes)))
+
+    # ------------------------------------------------------------------------------------------------ fault
+    def _fault(self) -> Finding:
+        hit = self.damage.faults[0]
+        sufficient = self._sufficient(hit)
+        event = self._earliest(sufficient)
+        stage = self._stage_of_fault(event, hit)
+        if self._diverged():
+            return self._inconclusive(event)
+        return self._say("fault", stage, event, hit.sink, others=hit.roots - {event.id})
+
+    def _sufficient(self, hit: Hit) -> frozenset[int]:
+        """Of several births that reach one sink, the earliest that reaches it alone.
+
+        Data flows from tensor to tensor here, so an innocent infinity in the same sum is a root too. Making the others
+        finite tells them apart.
+        """
+        candidates = sorted(id for id in hit.roots if self.roots.event(id).kind in ("inf", "nan"))
+        if not 2 <= len(candidates) <= _MOST_CANDIDATES or len(candidates) != len(hit.roots):
+            return hit.roots
+        for id in candidates:
+            others = frozenset(self.roots.event(other).time for other in candidates if other != id)
+            replayed = self.neutralised.get(others)
+            if replayed is None:
+                self.wants = self.wants or Neutral(others)
+                self.evidence.append(f"{len(candidates)} births reach it; which of them does so alone was not tested.")
+                return hit.roots
+            if any(_same_sink(sink, hit.sink) for sink in replayed.sinks):
+                self.evidence.append(
+                    f"{len(candidates)} births reach it; this one does so even when the others are made finite."
+                )
+                return frozenset((id,))
+        self.evidence.append(f"{len(candidates)} births reach it, and none of them alone: this is the earliest.")
+        return hit.roots
+
+    def _earliest(self, ids: frozenset[int]) -> OpEvent:
+        """Bad state and bad data come before any birth."""
+        events = [self.roots.event(id) for id in ids]
+        given = [e for e in events if e.kind == "external" and e.category not in ("constant", "unobserved")]
+        return min(given or events, key=lambda event: event.id)
+
+    def _stage_of_fault(self, event: OpEvent, hit: Hit) -> Stage | None:
+        if event.kind == "external":
+            return _stage_of_external(event)
+        if hit.sink.kind == "buffer" and (
+            event.iteration in self.lineage.skipped_iterations or _was_abandoned(self.lineage, event)
+        ):
+            self.evidence.append(
+                f"The update of iteration {event.iteration} was skipped; buffer {hit.sink.name} kept what forward "
+                "had written into it."
+            )
+            return "update"
+        if self._born_of_updates(event):
+            self.evidence.append("With every update undone the value is not born: the updates before it made it.")
+            return "update"
+        return _STAGES.get(event.phase)
+
+    def _born_of_updates(self, event: OpEvent) -> bool:
+        """Whether the value is born because of updates made in this run; a frozen replay tells."""
+        earlier = any(time < event.time for *_, time in self.lineage.growth)
+        if event.iteration <= 1 or event.kind == "external" or event.phase in ("optimizer", "update") or not earlier:
+            return False
+        if self.frozen is None:
+            self.wants = self.wants or Frozen()
+            self.evidence.append("Whether earlier updates of this step led to it was not tested by a replay.")
+            return False
+        return not any(_same_birth(event, other) for other in self.frozen.events)
+
+    def _diverged(self) -> bool:
+        """Whether the frozen replay ran differently before the first update already: then it proves nothing."""
+        if self.frozen is None or not self.lineage.growth:
+            return False
+        return _births_before_updates(self.lineage) != _births_before_updates(self.frozen)
+
+    def _inconclusive(self, event: OpEvent) -> Finding:
+        region = event.module if event.module is not None else (event.phase or "the step")
+        self.evidence.append(
+            "Two replays from the same state were born to different nonfinite values before any update: the step "
+            "depends on something that is not restored (a counter, an iterator, a generator)."
+        )
+        return self._say("inconclusive", _STAGES.get(event.phase), event, region=(region,))
+
+    # ------------------------------------------------------------------------------------------------ no fault
+    def _escaped(self, sink: Sink) -> Finding:
+        event = escaping_event(self.roots, sink)
+        stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
+        self.evidence.append(f"An infinity that was inserted on purpose reached {_named(sink)}.")
+        return self._say("fault", stage, event, sink, cause="sentinel_escaped")
+
+    def _contained(self) -> Finding:
+        reached = frozenset().union(*(hit.roots for hit in self.damage.contained))
+        births = self.damage.births
+        carrying = [event for event in births if event.carries_grad]
+        ids = reached or frozenset(event.id for event in carrying or births)
+        event = self._earliest(ids)
+        hit = next((hit for hit in self.damage.contained if event.id in hit.roots), None)
+        if update_growth(self.lineage, event) is not None and self._born_of_updates(event):
+            self.evidence.append("With every update undone the value is not born: the updates before it made it.")
+            return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
+        self.evidence.append(_excuse(hit.sink) if hit else "No loss, gradient, parameter or buffer holds it.")
+        stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
+        others = frozenset(e.id for e in births) - {event.id} - frozenset(self.roots.descendants(event.id))
+        return self._say("contained", stage, event, hit.sink if hit else None, others=others)
+
+    # ------------------------------------------------------------------------------------------------ the answer
+    def _say(
+        self,
+        status: Status,
+        stage: Stage | None,
+        event: OpEvent,
+        sink: Sink | None = None,
+        *,
+        others: frozenset[int] = frozenset(),
+        cause: str | None = None,
+        region: tuple[str, ...] = (),
+    ) -> Finding:
+        why: Explanation = explain(self.lineage, event)
+        reached = self._reached(sink) if status == "fault" and sink is not None else []
+        way = self.roots.path(event.id, sink) if sink is not None else []
+        if len(way) > _PATH:
+            way = way[: _PATH // 2] + way[-_PATH // 2 :]
+        path: list[Mapping[str, Any]] = [step_on_path(each) for each in way]
+        if sink is not None:
+            path.append({"sink": sink.kind, "name": sink.name})
+        verdict = Verdict(
+            status,
+            stage,
+            cause or why.cause,
+            origin_of(event),
+            evidence=(*why.evidence, *self.evidence, *reached, *self.lineage.notes),
+            advice=why.advice,
+            also=self._also(event, others),
+            path=tuple(path),
+            region=region,
+        )
+        return Finding(verdict, self.wants)
+
+    def _also(self, event: OpEvent, others: frozenset[int]) -> tuple[Origin, ...]:
+        """Where an infinity became NaN, the forward half of a backward birth, and other roots of the same damage."""
+        found: list[OpEvent] = []
+        if not event.nan:
+            after = (self.roots.event(id) for id in sorted(self.roots.descendants(event.id)) if id != event.id)
+            found += [e for e in after if e.kind == "nan" and not self.roots.hidden(e)][:1]
+        if event.phase == "backward":
+            found += [
+                e
+                for e in self.lineage.events
+                if e.kind in ("nan", "inf")
+                and e.phase in ("forward", "loss")
+                and (e.op, e.module, e.where) == (event.forward_op, event.module, event.where)
+            ][:1]
+        found += [self.roots.event(id) for id in sorted(others)]
+        unique = {e.id: e for e in found if e.id != event.id}
+        return tuple(origin_of(e) for e in list(unique.values())[:3])
+
+    def _reached(self, first: Sink) -> list[str]:
+        """What the damage reached, counted."""
+        held = {(hit.sink.kind, hit.sink.name) for hit in self.damage.faults}
+        names = {"grad": "gradient", "param": "parameter", "state": "optimizer moment", "buffer": "buffer"}
+        counts = [
+            f"{n} {name}{'s' if n > 1 else ''}"
+            for kind, name in names.items()
+            if (n := sum(1 for k, _ in held if k == kind))
+        ]
+        loss = ["the loss"] if any(k == "loss" for k, _ in held) else []
+        said = f"It reached {_named(first)} in iteration {first.iteration}"
+        return [f"{said}; nonfinite in all: {', '.join(loss + counts)}." if loss or counts else f"{said}."]
+
+
+def _stage_of_external(event: OpEvent) -> Stage | None:
+    if event.category == "unobserved":
+        return _STAGES.get(event.phase)
+    return "input" if event.category in ("batch", "constant") else "state"
+
+
+def _was_absorbed(event: OpEvent) -> bool:
+    """Bad state that arithmetic, not a selection or a comparison, turned into finite values."""
+    return (
+        event.kind == "external"
+        and event.category in ("param", "buffer", "moment")
+        and bool(event.nan or event.posinf)
+        and any(not _SELECTS.search(op) for op in event.absorbed_by)
+    )
+
+
+def _was_abandoned(lineage: Lineage, event: OpEvent) -> bool:
+    """Whether the round of an event was given up by the step's own guard: a test was read, and no update followed."""
+    begin = max((time for time in lineage.round_times if time < event.time), default=0)
+    end = min((time for time in lineage.round_times if time > event.time), default=None)
+
+    def within(time: int) -> bool:
+        return begin < time and (end is None or time <= end)
+
+    updated = any(within(time) for time in lineage.step_times)
+    tested = any(within(time) for time, _, _ in lineage.guard_reads)
+    return bool(lineage.step_times) and tested and not updated
+
+
+def _same_birth(event: OpEvent, other: OpEvent) -> bool:
+    return _identity(event) == _identity(other)
+
+
+def _identity(event: OpEvent) -> tuple[Any, ...]:
+    return event.kind, event.op, event.module, event.node, event.phase, event.iteration
+
+
+def _births_before_updates(lineage: Lineage) -> list[tuple[Any, ...]]:
+    first = min(time for *_, time in lineage.growth) if lineage.growth else 0
+    return [
+        (*_identity(event), event.nan, event.posinf, event.neginf)
+        for event in lineage.events
+        if event.time < first and event.kind in ("nan", "inf", "inserted")
+    ]
+
+
+def _same_sink(one: Sink, other: Sink) -> bool:
+    return (one.kind, one.name, one.iteration) == (other.kind, other.name, other.iteration)
+
+
+def _named(sink: Sink) -> str:
+    if sink.kind == "exception":
+        return f"an op that raised {sink.name}"
+    return sink.name if sink.kind in ("loss", "returned", "state") else f"{sink.kind} {sink.name}"
+
+
+def _excuse(sink: Sink) -> str:
+    why = {
+        "skip": "the gradient scaler skipped the update",
+        "guard": "the step tested the value itself and did not update",
+        "returned": "it was only returned, after training was done",
+        "soft": "it was only differentiated, not trained on",
+    }
+    return f"It reached {_named(sink)} in iteration {sink.iteration}, but {why[sink.excuse or 'skip']}."

@@ -1,0 +1,77 @@
+"""The next controlled checks, as sentences: one change, one comparison, with place, tensor or dtype named."""
+
+from __future__ import annotations
+
+from nantrace.diagnosis.causes.dtypes import is_narrow, largest, wider
+from nantrace.diagnosis.causes.reading import in_backward
+from nantrace.diagnosis.causes.wording import figure, label, limit, spot
+from nantrace.lineage import Operand, OpEvent
+
+
+def in_wider(event: OpEvent) -> str:
+    """Repeat in a wider dtype and compare with the limit of the narrow one."""
+    what = f"the forward of {spot(event)}, and so its backward," if in_backward(event) else spot(event)
+    top = largest(event.dtype)
+    against = figure(top) if top is not None else "the values here"
+    return f"Run {what} in {wider(event.dtype)} and compare its largest magnitude with {against}."
+
+
+def in_bfloat16(event: OpEvent) -> str:
+    return (
+        f"Run the step in bfloat16, whose largest value is {figure(largest('bfloat16') or 0)}: if it stays finite, "
+        f"the range of {event.dtype} is what is missing."
+    )
+
+
+def follow_magnitude(event: OpEvent, operand: Operand | None) -> str:
+    """Look for the place where the operand became large."""
+    what = label(operand) if operand is not None and operand.tensor else "it start to"
+    if in_backward(event):
+        return f"Print the largest gradient magnitude module by module down to {spot(event)} and find the first jump."
+    return f"Print the largest magnitude of each module's output up to {spot(event)}: where does {what} grow?"
+
+
+def range_checks(event: OpEvent, operand: Operand | None = None) -> tuple[str, ...]:
+    """The checks for a value beyond the dtype's range."""
+    if is_narrow(event.dtype):
+        return in_wider(event), in_bfloat16(event), follow_magnitude(event, operand)
+    return in_wider(event), follow_magnitude(event, operand)
+
+
+def locate(event: OpEvent, what: str, condition: str) -> str:
+    """Print the elements that meet a condition, just before the op."""
+    return (
+        f"Print the indices where {what} {condition} just before {event.op or 'the op'} at "
+        f"{event.where or spot(event)}."
+    )
+
+
+def without_samples(event: OpEvent) -> str:
+    """Repeat the step without the samples concerned, where they are known."""
+    if not event.samples:
+        return "Repeat the step on another batch and see whether the same op fails."
+    named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
+    word = "sample" if len(event.samples) == 1 else "samples"
+    return f"Repeat the step without {word} {named} of the batch and see whether it stays finite."
+
+
+def guard_before(event: OpEvent, function: str, harmless: str, condition: str) -> str:
+    """Make the input harmless before the op; a mask after it cannot repair the gradient."""
+    return (
+        f"Replace the input of {function} at {event.where or spot(event)} by torch.where({condition}, x, {harmless}) "
+        "and select afterwards: does the step stay finite?"
+    )
+
+
+def eps_check(event: OpEvent) -> str:
+    return (
+        f"Compare every eps at {event.where or spot(event)} with {figure_of_smallest(event)}: "
+        "rerun with eps above it, or with the computation in float32."
+    )
+
+
+def figure_of_smallest(event: OpEvent) -> str:
+    from nantrace.diagnosis.causes.dtypes import limits
+
+    found = limits(event.dtype)
+    return f"{figure(found[2])}, the smallest {event.dtype} value" if found else limit(event.dtype)

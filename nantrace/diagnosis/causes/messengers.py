@@ -1,0 +1,204 @@
+"""What stands behind an overflow: huge parameters, growth from module to module, exploding updates, a loss scale.
+
+The op that overflowed is then only the messenger. Adds evidence and advice to an explanation, and changes its cause
+where the updates or the scale explain it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+
+from nantrace.diagnosis.causes.reading import in_backward
+from nantrace.diagnosis.causes.table import Explanation
+from nantrace.diagnosis.causes.wording import figure, limit, place, plural, spot
+from nantrace.lineage import Lineage, OpEvent, Sink
+
+OVERFLOWS = frozenset({"overflow", "cast_overflow", "norm_overflow"})
+#: The largest parameter norm after one update, or after all so far, over that before: from here on they exploded.
+ONE_UPDATE, ALL_UPDATES = 10.0, 100.0
+#: Growth from module to module counts as steady from this factor on, over at least this many modules.
+_FACTOR, _MODULES = 2.0, 3
+
+
+def with_messengers(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    """The explanation, with what the rest of the step says about it."""
+    for enlarge in (_huge_parameters, _growing_outputs, _loss_scale, _updates):
+        found = enlarge(lineage, event, found)
+    return Explanation(found.cause, found.evidence, found.advice[:3])
+
+
+def _put_first(
+    found: Explanation, facts: tuple[str, ...], advice: tuple[str, ...], cause: str | None = None
+) -> Explanation:
+    return Explanation(cause or found.cause, (*facts, *found.evidence), (*advice, *found.advice))
+
+
+def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    if found.cause not in OVERFLOWS or not lineage.huge_params:
+        return found
+    ranked = sorted(lineage.huge_params, key=lambda pair: -pair[1])
+    facts = tuple(f"Parameter {name} reached {figure(size)} in magnitude before the step." for name, size in ranked[:2])
+    name = ranked[0][0]
+    check = (
+        f"Print the magnitude of {name} right after the model is built or loaded, initialise it anew, and see whether "
+        "the step stays finite."
+    )
+    return _put_first(found, facts, (check,))
+
+
+def _growing_outputs(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    if found.cause not in OVERFLOWS:
+        return found
+    run = steady_growth(lineage, event)
+    if run is None:
+        return found
+    (first, low), (last, high), count = run[0], run[-1], len(run)
+    factor = math.pow(high / low, 1 / (count - 1))
+    fact = (
+        f"The outputs had been growing by a factor of about {figure(factor)} from module to module since {first}: "
+        f"{figure(low)} there, {figure(high)} in {last}, {count - 1} modules later. {place(event)} is the messenger."
+    )
+    check = (
+        f"Check the initialisation and scale of {first}: divide its weight by {figure(factor)} and see "
+        "how far the growth stops."
+    )
+    return _put_first(found, (fact,), (check,))
+
+
+def steady_growth(lineage: Lineage, event: OpEvent) -> list[tuple[str, float]] | None:
+    """(module, largest output) of the like-named modules before the event, if they grew by a steady factor."""
+    if not event.module or not re.search(r"\d", event.module):
+        return None
+    run: list[tuple[str, float]] = []
+    for name, size in _like_named(lineage, event):
+        if run and run[-1][0] == name:
+            run[-1] = (name, max(size, run[-1][1]))
+        elif any(name == earlier for earlier, _ in run):
+            run = [(name, size)]
+        else:
+            run.append((name, size))
+    if len(run) < _MODULES:
+        return None
+    ratios = [after / before for (_, before), (_, after) in pairwise(run)]
+    steady = min(ratios) >= _FACTOR and max(ratios) <= 3 * min(ratios)
+    return run if steady and run[-1][1] >= 100 * run[0][1] else None
+
+
+def _like_named(lineage: Lineage, event: OpEvent) -> list[tuple[str, float]]:
+    pattern = re.sub(r"\d+", "#", event.module or "")
+    return [
+        (name, size)
+        for time, name, size in lineage.magnitudes
+        if time < event.time
+        and name is not None
+        and name != event.module
+        and re.sub(r"\d+", "#", name) == pattern
+        and math.isfinite(size)
+        and size > 0
+    ]
+
+
+def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    if found.cause not in OVERFLOWS or event.iteration not in lineage.skipped_iterations:
+        return found
+    skips = len(set(lineage.skipped_iterations))
+    seen = f"GradScaler skipped this iteration ({plural(skips, 'iteration')} skipped in this step)."
+    outside = updates_outside_the_scaler(lineage, event)
+    facts = tuple(f"{name} was updated all the same: an optimizer stepped outside the scaler." for name in outside[:1])
+    if not in_backward(event) and event.phase not in ("recompute", "post_backward"):
+        fact = "The value was born in forward, which the loss scale does not touch: no scale makes it finite."
+        return _put_first(found, (*facts, fact, seen), ())
+    check = (
+        "Call scaler.step(optimizer) for each optimizer that uses these gradients, and compare."
+        if outside
+        else (
+            "Print scaler.get_scale() over the next steps: if it settles and steps are taken again, this "
+            "was calibration."
+        )
+    )
+    lower = (
+        f"Halve init_scale until {spot(event)} stays below {limit(event.dtype)}; without any scale it "
+        "tells if it overflows unscaled."
+    )
+    return _put_first(found, (*facts, seen), (check, lower), "scaled_gradient_overflow")
+
+
+def updates_outside_the_scaler(lineage: Lineage, event: OpEvent) -> list[str]:
+    """Parameters that hold what came from the event although the scaler skipped that iteration."""
+    return [
+        sink.name
+        for sink in lineage.sinks
+        if sink.kind in ("param", "state")
+        and sink.excuse is None
+        and sink.iteration == event.iteration
+        and _reached(lineage, event, sink)
+    ]
+
+
+def _reached(lineage: Lineage, event: OpEvent, sink: Sink) -> bool:
+    queue, seen = [id for id, _ in sink.starts], set()
+    while queue:
+        id = queue.pop()
+        if id == event.id:
+            return True
+        if id not in seen and 1 <= id <= len(lineage.events):
+            seen.add(id)
+            above = lineage.events[id - 1]
+            queue.extend((*above.nan_parents, *above.inf_parents))
+    return False
+
+
+def kept_buffers(lineage: Lineage, event: OpEvent) -> list[str]:
+    """Buffers that hold what came from the event although the iteration was skipped."""
+    if event.iteration not in lineage.skipped_iterations:
+        return []
+    return [sink.name for sink in lineage.sinks if sink.kind == "buffer" and _reached(lineage, event, sink)]
+
+
+def _updates(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    kept = kept_buffers(lineage, event)
+    if kept:
+        fact = (
+            f"The optimizer step was skipped, but buffer {kept[0]} kept nonfinite values "
+            f"({plural(len(kept), 'buffer')} in all)."
+        )
+        check = (
+            f"Restore {kept[0]} from before the step, or skip the batch before the forward, and compare the evaluation."
+        )
+        found = _put_first(found, (fact,), (check,))
+    grown = update_growth(lineage, event)
+    if grown is None:
+        return found
+    total, worst, before, after = grown
+    fact = (
+        f"Updates earlier in this step took the largest parameter norm from {figure(before)} to "
+        f"{figure(after)}, a factor "
+        f"of {figure(total)}, up to {figure(worst)} in one update."
+    )
+    checks = (
+        "Repeat with a learning rate 100 times smaller and see whether the parameter norm still grows.",
+        "If a GradScaler is used: call scaler.unscale_ and clipping once, after the last backward of an accumulation, "
+        "and compare the gradient norms.",
+    )
+    return _put_first(found, (fact,), checks, "exploding_update" if _is_overflow(found) else None)
+
+
+def _is_overflow(found: Explanation) -> bool:
+    return found.cause in OVERFLOWS or found.cause == "scaled_gradient_overflow"
+
+
+def update_growth(lineage: Lineage, event: OpEvent) -> tuple[float, float, float, float] | None:
+    """(total factor, largest factor of one update, norm before, norm after) of exploding updates before the event."""
+    seen = [
+        (before, after)
+        for _, before, after, time in lineage.growth
+        if time <= event.time and math.isfinite(before) and math.isfinite(after) and before > 0
+    ]
+    if not seen:
+        return None
+    start, peak = seen[0][0], max(after for _, after in seen)
+    worst = max(after / before for before, after in seen)
+    total = peak / start
+    return (total, worst, start, peak) if worst >= ONE_UPDATE or total >= ALL_UPDATES else None

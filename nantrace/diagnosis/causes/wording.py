@@ -1,0 +1,110 @@
+"""How numbers, operands and places are put into words. Evidence states facts; nothing here judges."""
+
+from __future__ import annotations
+
+import math
+
+from nantrace.diagnosis.causes.dtypes import largest
+from nantrace.diagnosis.causes.reading import elements, in_backward, size
+from nantrace.lineage import Operand, OpEvent
+
+
+def figure(value: float) -> str:
+    """A number with up to three significant digits, from a thousand to a million in full: "65,504"."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    if 1000 <= abs(value) < 1e6:
+        return f"{round(value):,}"
+    return f"{value:.3g}"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def counts(nan: int, posinf: int, neginf: int) -> str:
+    """The nonfinite elements by kind: "3 NaN and 1 +inf"."""
+    named = ((nan, "NaN"), (posinf, "+inf"), (neginf, "-inf"))
+    return " and ".join(f"{count:,} {word}" for count, word in named if count) or "no nonfinite element"
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    return "x".join(str(n) for n in sizes) if sizes else "scalar"
+
+
+def spot(event: OpEvent) -> str:
+    """The place a user would go to: the module, else the source line."""
+    if event.module:
+        return event.module
+    if event.module == "":
+        return "the model's own forward"
+    return event.where or "the code outside any module"
+
+
+def place(event: OpEvent) -> str:
+    """The op with its node and module: "aten.div in SqrtBackward0 of dist"."""
+    name = event.op or "the op"
+    inside = [event.node] if in_backward(event) and event.node else []
+    if event.module:
+        inside.append(event.module)
+    elif event.module == "":
+        inside.append("the model")
+    return f"{name} in {' of '.join(inside)}" if inside else name
+
+
+def label(operand: Operand) -> str:
+    """The argument's name with the tensor's own: "mat2 (head.weight)"."""
+    return f"{operand.name} ({operand.tensor})" if operand.tensor and operand.tensor != operand.name else operand.name
+
+
+def span(operand: Operand) -> str:
+    """The finite range: "from -1 to 3.22"."""
+    if operand.min is None or operand.max is None:
+        return "without a finite element" if elements(operand) else "without elements"
+    if operand.min == operand.max:
+        return f"all {figure(operand.min)}" if elements(operand) != 1 else f"equal to {figure(operand.min)}"
+    return f"from {figure(operand.min)} to {figure(operand.max)}"
+
+
+def described(operand: Operand) -> str:
+    """One operand in words: "mat1 (float16, 2x32) was finite, from 0 to 80"."""
+    if operand.dtype == "number":
+        value = operand.min if operand.min is not None else math.nan if operand.nan else math.inf
+        value = -math.inf if operand.neginf else value
+        return f"{operand.name} was {figure(value)}"
+    bad = operand.nan + operand.posinf + operand.neginf
+    held = f"held {counts(operand.nan, operand.posinf, operand.neginf)}" if bad else "was finite"
+    zeros = f" with {plural(operand.zero, 'zero')}" if operand.zero else ""
+    return f"{label(operand)} ({operand.dtype}, {shape(operand.shape)}) {held}, {span(operand)}{zeros}"
+
+
+def read(operand: Operand, when: str = "Input") -> str:
+    """The sentence about one operand: "Input mat1 (float16, 2x32) was finite, from 0 to 80."""
+    return f"{when} {described(operand)}."
+
+
+def outcome(event: OpEvent) -> str:
+    """What came out: "aten.log put out 4 -inf among 16 elements (float32)."."""
+    bad = counts(event.nan, event.posinf, event.neginf)
+    return f"{event.op or 'It'} put out {bad} among {plural(size(event), 'element')} ({event.dtype})."
+
+
+def limit(dtype: str) -> str:
+    """ "65,504, the largest float16 value", or a phrase without a number for a dtype without limits."""
+    top = largest(dtype)
+    return f"{figure(top)}, the largest {dtype} value" if top is not None else f"what {dtype} can hold"
+
+
+def zeros(operand: Operand) -> str:
+    """How many zeros an operand held, as far as recorded: "4 zeros among 16 elements"."""
+    if operand.zero is None:
+        return "at least one zero"
+    return f"{plural(operand.zero, 'zero')} among {plural(elements(operand), 'element')}"
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

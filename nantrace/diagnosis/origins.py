@@ -1,0 +1,86 @@
+"""From an event of a lineage to what a verdict shows of it: an `Origin`, or a step on the path to a sink."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nantrace.diagnosis.verdict import Origin
+from nantrace.events import TensorStats
+from nantrace.lineage import OpEvent
+
+
+def origin_of(event: OpEvent) -> Origin:
+    """The event as a place: of an external tensor its name and owner, of an op where it ran and what it was given."""
+    external = event.kind == "external" and event.category != "unobserved"
+    return Origin(
+        step=event.iteration - 1,
+        phase=None if external else event.phase,
+        module=_owner(event) if external else event.module,
+        op=None if external else event.op,
+        node=None if external else event.node,
+        tensor=event.tensor,
+        kind=_kind(event),
+        dtype=event.dtype,
+        where=event.where,
+        inputs=event.operands,
+        output=_output(event),
+        first_bad=_index(event.first_bad, event.shape),
+        samples=event.samples or None,
+    )
+
+
+def step_on_path(event: OpEvent) -> Mapping[str, Any]:
+    """The event as one step on the way from the origin to a sink."""
+    return {
+        "op": event.op,
+        "module": event.module,
+        "node": event.node,
+        "where": event.where,
+        "phase": event.phase,
+        "tensor": event.tensor,
+        "dtype": event.dtype,
+        "shape": event.shape,
+        "nan": event.nan,
+        "posinf": event.posinf,
+        "neginf": event.neginf,
+    }
+
+
+def _kind(event: OpEvent) -> str:
+    if event.nan and (event.posinf or event.neginf):
+        return "naninf"
+    return "nan" if event.nan else "inf"
+
+
+def _owner(event: OpEvent) -> str | None:
+    """The module that holds a parameter or buffer."""
+    return (event.tensor or "").rpartition(".")[0] if event.category in ("param", "buffer") else None
+
+
+def _output(event: OpEvent) -> TensorStats:
+    numel = math.prod(event.shape)
+    return TensorStats(
+        dtype=event.dtype,
+        shape=event.shape,
+        numel=numel,
+        finite=numel - event.nan - event.posinf - event.neginf,
+        nan=event.nan,
+        posinf=event.posinf,
+        neginf=event.neginf,
+        min=event.min,
+        max=event.max,
+        first_bad=event.first_bad,
+    )
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Row-major index of a flat position."""
+    if flat < 0:
+        return None
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, rest = divmod(flat, size) if size else (0, 0)
+        index.append(rest)
+    return tuple(reversed(index))

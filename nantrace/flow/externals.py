@@ -1,0 +1,92 @@
+"""Tensors that were there before the step: the batch, parameters, buffers, moments, and what modules are handed.
+
+Names them by their storage, and holds them, so that no later tensor can take the address of a named one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nantrace.flow.links import fqn
+from nantrace.flow.values import planes, tensors_in
+from nantrace.lineage import Category
+
+
+@dataclass(frozen=True)
+class External:
+    """A named tensor from before the step."""
+
+    category: Category
+    name: str
+    tensor: Tensor
+
+
+class Externals:
+    """Storage -> name and category, filled at the start and whenever the step shows another optimizer or criterion."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any) -> None:
+        self._known: dict[int, External] = {}
+        self.parameters: dict[int, str] = {}  # id(parameter) -> name
+        self._foreign: set[int] = set()
+        for path, tensor in tensors_in(batch, "batch"):
+            self.add("batch", path, tensor)
+        self._add_module(model, "")
+        self.batch_size = _batch_size(batch)
+
+    def _add_module(self, module: torch.nn.Module, prefix: str) -> None:
+        for name, buffer in module.named_buffers():
+            self.add("buffer", prefix + fqn(name), buffer)
+        for name, parameter in module.named_parameters():
+            self.parameters.setdefault(id(parameter), prefix + fqn(name))
+            self.add("param", prefix + fqn(name), parameter)
+
+    def add(self, category: Category, name: str, tensor: Tensor, keep_first: bool = False) -> None:
+        """Name a tensor's storage. A later name replaces an earlier one unless `keep_first`."""
+        if torch.nn.parameter.is_lazy(tensor):
+            return  # a lazy module's: no memory yet
+        for plane in planes(tensor):
+            key = plane.untyped_storage()._cdata
+            if not (keep_first and key in self._known):
+                self._known[key] = External(category, name, plane)
+
+    def get(self, key: int | None) -> External | None:
+        return None if key is None else self._known.get(key)
+
+    def is_state(self, key: int | None, category: Category | None = None) -> bool:
+        """Whether this storage holds a parameter or buffer (of `category`)."""
+        found = self.get(key)
+        return found is not None and found.category in ((category,) if category else ("param", "buffer"))
+
+    def add_criterion(self, module: torch.nn.Module) -> None:
+        """A module outside the model keeps state too: class weights are buffers of their loss."""
+        if id(module) not in self._foreign:
+            self._foreign.add(id(module))
+            prefix = f"{type(module).__name__}."
+            for name, buffer in module.named_buffers():
+                self.add("buffer", prefix + fqn(name), buffer, keep_first=True)
+            for name, parameter in module.named_parameters():
+                self.add("param", prefix + fqn(name), parameter, keep_first=True)
+
+    def parameter_name(self, parameter: Tensor) -> str:
+        """The parameter's FQN; a number in order of appearance if it is none of the model's."""
+        return self.parameters.setdefault(id(parameter), f"param{len(self.parameters)}")
+
+    def add_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name what an optimizer remembers: "optimizer.state.head.weight.exp_avg"."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        name = f"optimizer.state.{self.parameter_name(parameter)}.{key}"
+                        self.add("moment", name, value, keep_first=True)
+
+
+def _batch_size(batch: Any) -> int | None:
+    """The size of dim 0 that most tensors of the batch share."""
+    sizes = Counter(tensor.shape[0] for _, tensor in tensors_in(batch, "batch") if tensor.dim())
+    return sizes.most_common(1)[0][0] if sizes else None

@@ -1,0 +1,69 @@
+"""What an op's schema says about it: which arguments it reads and writes, and whether it makes new values at all.
+
+Learnt once per op. Ops are judged by their schema; the few names below are those whose schema does not tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Ops that hand out memory which nobody has written yet.
+_UNWRITTEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_strided", "empty_permuted"),
+        *("new_empty", "new_empty_strided", "resize_"),
+    )
+)
+#: In-place ops that overwrite `self` without reading it.
+_OVERWRITING = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"),
+        *("bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
+    )
+)
+#: Ops through which the host reads a value off the device.
+_HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"))
+#: Namespaces whose schemas can be trusted to announce every write.
+_ANNOUNCING = ("aten::", "prims::", "quantized::", "_c10d_functional::")
+
+
+class OpFacts:
+    """One op overload, as the recorder needs it.
+
+    Attributes:
+        op: "aten.addmm", or "namespace.name" of a custom op.
+        arguments: the schema's argument names; `position` maps them back.
+        writes, reads: by position.
+        view: only hands out its input's memory (or, where the schema leaves that open, `maybe_view`).
+        unwritten: its result is memory that nobody has written.
+        host_read: its result is a Python number.
+        listwise: element i of every list argument belongs together (`_foreach_*`, `_fused_*`).
+        announces: writes nothing that its schema does not say.
+    """
+
+    __slots__ = (
+        "announces", "arguments", "host_read", "listwise", "maybe_view", "mutates", "op", "position", "reads",
+        "unwritten", "view", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        name: str = schema.name
+        self.op = name.replace("::", ".")
+        self.arguments = tuple(argument.name for argument in schema.arguments)
+        self.position = {argument: i for i, argument in enumerate(self.arguments)}
+        self.writes = tuple(bool(a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments)
+        result_only = tuple(a.kwarg_only and w for a, w in zip(schema.arguments, self.writes, strict=True))
+        overwrites = name in _OVERWRITING
+        self.reads = tuple(not (r or (w and overwrites)) for r, w in zip(result_only, self.writes, strict=True))
+        self.mutates = any(self.writes)
+        aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        # Under inference mode `reshape`, `to` and the like arrive whole: they may copy.
+        self.maybe_view = aliases and bool(getattr(func, "_can_decompose", bool)())
+        self.view = aliases and not self.maybe_view
+        self.unwritten = name in _UNWRITTEN
+        self.host_read = name in _HOST_READS
+        self.listwise = "_foreach_" in name or "_fused_" in name
+        self.announces = name.startswith(_ANNOUNCING) and "batch_norm" not in name

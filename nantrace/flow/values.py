@@ -1,0 +1,217 @@
+"""What a tensor holds: which memory it stands on, whether all of it is finite, and where it is not.
+
+Knows nothing about ops or training. Everything here reads and never writes, and must be called where no dispatch mode
+listens (inside a mode's own handler, or under `torch._C._DisableTorchDispatch`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = frozenset(
+    d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
+)
+_PLAIN = (Tensor, torch.nn.Parameter)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+#: From this many elements on one pass of `sum` is cheaper than `aminmax`, which has less to set up.
+_LARGE = 1 << 13
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Identity of the memory under a strided tensor, whatever view of it this is; None where there is none."""
+    try:
+        key: int = tensor.untyped_storage()._cdata
+        return key
+    except Exception:  # sparse, nested, quantized, functorch: each raises another error
+        return None
+
+
+def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor, ...]:
+    """The dense floating tensors that hold the data of `tensor`; empty if there is nothing to read.
+
+    A tensor that cannot be read is counted in `unread` under the reason. A ZeroTensor (forward-mode AD makes them) has
+    no memory and holds zeros: nothing to read, nothing to count.
+    """
+    if type(tensor) not in _PLAIN:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # DTensor: this rank's shard
+    if tensor.dtype not in FLOATS:
+        return _refused("quantized", unread) if tensor.is_quantized else ()
+    reason = _unreadable(tensor)
+    if reason is not None:
+        return _refused(reason, unread) if reason else ()
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    values = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return (values,) if values.numel() else ()
+
+
+def _refused(reason: str, unread: dict[str, int] | None) -> tuple[Tensor, ...]:
+    if unread is not None:
+        unread[reason] = unread.get(reason, 0) + 1
+    return ()
+
+
+def _unreadable(tensor: Tensor) -> str | None:
+    """Why the values cannot be read; "" if there are none; None if they can."""
+    if tensor.is_meta:
+        return "meta"
+    if type(tensor).__name__ == "FakeTensor":
+        return "fake"
+    if tensor.is_nested:
+        return "nested"
+    if tensor._is_zerotensor():
+        return ""
+    if tensor.layout is torch.strided:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return "functorch"
+        return "" if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0 else None
+    return None if tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED else str(tensor.layout)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The plain tensor inside functorch's wrappers."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def readable(plane: Tensor) -> Tensor:
+    """The same values in a form that every statistic takes: real, at least 2 bytes wide, each stored value once."""
+    plane = plane.detach()
+    if plane.is_complex():
+        plane = torch.view_as_real(plane.resolve_conj())
+    if plane.element_size() == 1:
+        plane = plane.float()  # float8 has no aminmax, and isnan not for every format
+    if 0 in plane.stride():
+        plane = plane[
+            tuple(0 if s == 0 and n > 1 else slice(None) for n, s in zip(plane.shape, plane.stride(), strict=True))
+        ]
+    if not plane.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense.default(plane):
+        plane = plane.as_strided((plane.numel(),), (1,), plane.storage_offset())
+    return plane
+
+
+class Scanner:
+    """Tells whether a plane is finite throughout, with two preallocated results a dtype and device."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def is_finite(self, plane: Tensor) -> bool:
+        """One pass. `aminmax` propagates NaN, so two finite ends prove every element finite; so does a finite sum."""
+        dtype = plane.dtype
+        if plane.requires_grad:
+            plane = plane.detach()
+        if dtype is not torch.float32 and (dtype.is_complex or dtype.itemsize == 1):
+            plane = readable(plane)
+        elif plane.numel() >= _LARGE:
+            if not plane.is_contiguous():
+                plane = readable(plane)
+            if dtype is torch.float32 or dtype is torch.float64:
+                total = plane.sum().item()
+                if total - total == 0:
+                    return True
+        low, high = self.extent(plane)
+        return low - low == 0 and high - high == 0
+
+    def extent(self, plane: Tensor) -> tuple[float, float]:
+        """(smallest, largest) of a readable plane; NaN twice if it holds a NaN."""
+        where = (plane.dtype, plane.device)
+        slot = self._slots.get(where)
+        if slot is None:
+            slot = self._slots[where] = (plane.new_zeros(()), plane.new_zeros(()))
+        torch.aminmax(plane, out=slot)
+        return slot[0].item(), slot[1].item()
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which elements of a plane are NaN and which are infinite, as boolean tensors of its shape, and how many."""
+
+    nan_mask: Tensor
+    inf_mask: Tensor
+    nan: int
+    posinf: int
+    neginf: int
+
+    @property
+    def bad(self) -> Tensor:
+        return self.nan_mask | self.inf_mask
+
+
+def masks(plane: Tensor) -> Masks:
+    """Complex: an element is NaN if a part is, else infinite if a part is; its infinities count as positive."""
+    plane = plane.detach()
+    if plane.element_size() == 1:
+        plane = plane.float()
+    nan, inf = torch.isnan(plane), torch.isinf(plane)
+    if plane.is_complex():
+        inf = inf & ~nan
+        return Masks(nan, inf, int(nan.sum()), int(inf.sum()), 0)
+    infinities = int(inf.sum())
+    negative = int((plane == -math.inf).sum()) if infinities else 0
+    return Masks(nan, inf, int(nan.sum()), infinities - negative, negative)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics of one plane, for an event's row or operand; None where no such element exists or was not measured."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    min: float | None = None
+    max: float | None = None
+    absmin: float | None = None
+    zero: int | None = None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def summarize(plane: Tensor, found: Masks | None = None) -> Summary:
+    """Exact counts, and minimum, maximum and smallest nonzero magnitude over the finite elements."""
+    found = found or masks(plane)
+    real = plane.detach()
+    if real.element_size() == 1:
+        real = real.float()
+    real = real[~found.bad]
+    if real.is_complex():
+        real = torch.view_as_real(real.resolve_conj())
+    low = high = absmin = None
+    zero = int((real == 0).sum())
+    if real.numel():
+        low, high = (end.item() for end in torch.aminmax(real))
+        nonzero = real[real != 0]
+        absmin = nonzero.abs().min().item() if nonzero.numel() else None
+    name, shape = dtype_name(plane.dtype), tuple(plane.shape)
+    return Summary(name, shape, found.nan, found.posinf, found.neginf, low, high, absmin, zero)
+
+
+def tensors_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside nested containers, dataclasses and plain objects, with its path: "batch.x[0]"."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth > 8 or isinstance(value, (str, bytes, int, float, torch.nn.Module, type)):
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        names = getattr(value, "_fields", None)  # a named tuple
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}.{names[index]}" if names else f"{path}[{index}]", depth + 1)
+    elif dataclasses.is_dataclass(value) or (hasattr(value, "__dict__") and not callable(value)):
+        for key, item in vars(value).items():
+            yield from tensors_in(item, f"{path}.{key}", depth + 1)
