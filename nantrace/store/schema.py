@@ -90,7 +90,7 @@ TABLE_VERSION = 1
 #: Reference to `/names` that stands for None.
 NULL = 2**32 - 1
 
-#: Bytes of one row of `/names`. Four in five module names fit twice.
+#: Bytes of one row of `/names`: most module names fit into one.
 NAME_WIDTH = 96
 
 _ENUM = {kind: h5py.enum_dtype({member.label: int(member) for member in kind}, "u1") for kind in (Phase, Role)}
