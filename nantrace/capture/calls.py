@@ -75,20 +75,25 @@ class CallRecorder:
             call = next(self._numbers)
             phase = self._phase(place, in_backward, bool(stack))
             stack.append((place, call, phase))
-            if place.selected:
-                self._read(place.fqn, phase, call, args, kwargs)
+            if not place.selected:
+                return
+            if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most calls are like this
+                self._record(place.fqn, phase, Role.INPUT, call, [("args[0]", args[0])])
+            else:
+                self._record(place.fqn, phase, Role.INPUT, call, self._arguments(args, kwargs))
         except Exception as error:
             self._failed(error)
 
     def end(self, place: Place, output: Any, late_kwargs: Mapping[str, Any] | None = None) -> None:
         """A module has run; `output` is None when it raised. `late_kwargs`: arguments that `begin` could not see."""
         try:
-            frame = self._pop(place)
+            stack = self._stack()
+            frame = stack.pop() if stack and stack[-1][0] is place else self._unwind(stack, place)
             if frame is None or not place.selected:
                 return
             _, call, phase = frame
             if late_kwargs:
-                self._read(place.fqn, phase, call, (), late_kwargs)
+                self._record(place.fqn, phase, Role.INPUT, call, self._arguments((), late_kwargs))
             if output is not None:
                 self._record(place.fqn, phase, Role.OUTPUT, call, tensors_in(output, "output", self.unopened))
         except Exception as error:
@@ -104,11 +109,14 @@ class CallRecorder:
         self._stacks = {}
 
     def _stack(self) -> list[tuple[Place, int, Phase]]:
-        return self._stacks.setdefault(threading.get_ident(), [])
+        ident = threading.get_ident()
+        stack = self._stacks.get(ident)
+        if stack is None:
+            stack = self._stacks[ident] = []
+        return stack
 
-    def _pop(self, place: Place) -> tuple[Place, int, Phase] | None:
+    def _unwind(self, stack: list[tuple[Place, int, Phase]], place: Place) -> tuple[Place, int, Phase] | None:
         """Take the innermost call of `place` off the stack, and with it calls inside that never ended."""
-        stack = self._stack()
         for depth in range(len(stack) - 1, -1, -1):
             if stack[depth][0] is place:
                 frame = stack[depth]
@@ -125,7 +133,7 @@ class CallRecorder:
             return Phase.FORWARD
         return Phase.LOSS if self.model_called and not nested else Phase.FORWARD
 
-    def _read(self, fqn: str, phase: Phase, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
         found = []
         for index, value in enumerate(args):
             if isinstance(value, torch.Tensor):
@@ -134,7 +142,7 @@ class CallRecorder:
                 found += tensors_in(value, f"args[{index}]", self.unopened)
         if kwargs:
             found += tensors_in(dict(kwargs), "kwargs", self.unopened)
-        self._record(fqn, phase, Role.INPUT, call, found)
+        return found
 
     def _record(self, fqn: str, phase: Phase, role: Role, call: int, found: list[tuple[str, torch.Tensor]]) -> None:
         if not found:
