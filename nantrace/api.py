@@ -161,7 +161,7 @@ class _Ops:
 
         several = optimizer is not None and not hasattr(optimizer, "param_groups")
         given = list(optimizer) if several else optimizer
-        self._recorder = OpRecorder(model, batch, optimizer=given, scaler=scaler)
+        self._recorder = OpRecorder(model, batch, optimizer=given)
 
     def __enter__(self) -> _Ops:
         self._recorder.__enter__()

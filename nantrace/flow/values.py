@@ -19,6 +19,8 @@ FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 #: From this many elements on one pass of `sum` is cheaper than `aminmax`, which has less to set up.
 _LARGE = 1 << 13
@@ -39,7 +41,13 @@ def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor
     A tensor that cannot be read is counted in `unread` under the reason. A ZeroTensor (forward-mode AD makes them) has
     no memory and holds zeros: nothing to read, nothing to count.
     """
-    if type(tensor) not in _PLAIN:
+    if type(tensor) in _PLAIN:
+        if tensor.is_cpu and tensor.layout is _STRIDED and tensor.dtype in FLOATS and not tensor.is_nested:
+            if tensor._is_zerotensor() or not tensor.untyped_storage().nbytes() or not tensor.numel():
+                return ()
+            if not _is_wrapped(tensor):
+                return (tensor,)
+    else:
         tensor = getattr(tensor, "_local_tensor", tensor)  # DTensor: this rank's shard
     if tensor.dtype not in FLOATS:
         return _refused("quantized", unread) if tensor.is_quantized else ()
@@ -69,7 +77,7 @@ def _unreadable(tensor: Tensor) -> str | None:
     if tensor._is_zerotensor():
         return ""
     if tensor.layout is torch.strided:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if _is_wrapped(tensor):
             return "functorch"
         return "" if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0 else None
     return None if tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED else str(tensor.layout)

@@ -1,0 +1,124 @@
+"""What is known of each piece of memory: all finite, or which event wrote which nonfinite element.
+
+Memory whose every write was seen and was finite is not looked at again. That is an assumption (a kernel may write
+without saying so); the recorder checks it before it calls anything a birth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nantrace.flow.values import Masks, Scanner, masks, planes, storage_key
+from nantrace.flow.writers import Writers
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is nonfinite in a tensor, and the ids of the events that wrote it."""
+
+    nan: int
+    posinf: int
+    neginf: int
+    nan_ids: frozenset[int]
+    inf_ids: frozenset[int]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        return self.nan_ids | self.inf_ids
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Who wrote memory that was not looked at."""
+
+    op: str
+    phase: str
+    module: str | None
+
+
+class Memory:
+    """Looks at tensors and keeps the books.
+
+    Args:
+        external: makes the event of nonfinite elements that nobody was seen writing, and returns its id.
+
+    Attributes:
+        finite: storages whose every write was seen and was finite.
+        unseen: storages that were written while nobody looked.
+        unread: how many tensors could not be read, by reason.
+    """
+
+    def __init__(self, external: Callable[[Tensor, Masks], int]) -> None:
+        self.scanner, self.writers = Scanner(), Writers()
+        self.finite: set[int] = set()
+        self.unseen: dict[int, Unseen] = {}
+        self.unread: dict[str, int] = {}
+        self._external = external
+
+    def is_known_finite(self, tensor: Tensor) -> bool:
+        key = storage_key(tensor)
+        return key is not None and key in self.finite and key not in self.writers
+
+    def mark_finite(self, tensor: Tensor) -> None:
+        """The tensor was looked at and is finite; its memory is known to be if it covers all of it."""
+        key = storage_key(tensor)
+        if key is not None and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+            self.finite.add(key)
+
+    def look(self, tensor: Tensor) -> Look | None:
+        """What is nonfinite in it and who wrote that; None if nothing is. What nobody wrote gets an external event."""
+        for plane in planes(tensor, self.unread):
+            if self.scanner.is_finite(plane):
+                continue
+            found = masks(plane)
+            nan_ids = self.writers.of(plane, found.nan_mask) if found.nan else frozenset()
+            inf_ids = self.writers.of(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
+            if 0 in nan_ids or 0 in inf_ids:
+                id = self._external(plane, found)
+                self.writers.adopt(plane, found.bad, id)
+                nan_ids = frozenset(i or id for i in nan_ids)
+                inf_ids = frozenset(i or id for i in inf_ids)
+            return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids)
+        return None
+
+    def wrote(self, plane: Tensor) -> bool:
+        """A plane was just written: whether it is finite."""
+        storage = plane.untyped_storage()
+        key = storage._cdata
+        if self.unseen:
+            self.unseen.pop(key, None)
+        self.finite.add(key)
+        if not self.scanner.is_finite(plane):
+            return False
+        if key in self.writers and plane.numel() * plane.element_size() == storage.nbytes():
+            self.writers.forget(key)
+        return True
+
+    def wrote_unseen(self, tensor: Tensor, who: Unseen) -> None:
+        """A tensor was written by an op that nobody looked at."""
+        for plane in planes(tensor):
+            key = plane.untyped_storage()._cdata
+            self.finite.discard(key)
+            self.unseen[key] = who
+
+    def written_by_nobody(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Its planes that hold nonfinite elements which nobody was seen writing."""
+        found = []
+        for plane in planes(tensor):
+            if not self.scanner.is_finite(plane) and 0 in self.writers.of(plane, masks(plane).bad):
+                found.append(plane)
+        return tuple(found)
+
+    def who_wrote(self, plane: Tensor) -> Unseen | None:
+        return self.unseen.get(plane.untyped_storage()._cdata)
+
+
+def neutralise(tensor: Tensor) -> None:
+    """Make a tensor finite in place: NaN to 0, infinities to +-1e4."""
+    with torch.no_grad():
+        for plane in planes(tensor):
+            plane.detach().nan_to_num_(0.0, 1e4, -1e4)
