@@ -1,7 +1,7 @@
 """What tracing costs: a training step of a GPT-2-like model with and without it, and the price of a recorded tensor.
 
-Each mode's step runs right after a bare step, in one process, again and again; the figure is the median over these
-pairs of the ratio of the two times. Machines are noisy: read ratios, not seconds.
+Each mode's step runs between two bare steps, in one process, again and again; the figure is the median over these
+pairs of the ratio to their mean. Machines are noisy: read ratios, not seconds.
 
     python benchmarks/overhead.py [--device cuda] [--pairs 15] [--out benchmarks/results/overhead-cpu.csv]
 """
@@ -100,15 +100,16 @@ def timed(device: str, step: Callable[[], None]) -> float:
 
 
 def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a bare step, and of a second consecutive step inside the mode: entering and leaving is not timed.
+    """Seconds of a bare step, the mean of one before and one after, and of a second step inside the mode.
 
     The end of the traced step, where rows are drained and written, falls into the next one's beginning and is timed.
     """
-    bare = timed(device, step)
+    before = timed(device, step)
     with mode(model, optimizer):
         step()
         inside = timed(device, step)
-    return bare, inside
+    step()  # the first step after a mode may have to warm up again
+    return (before + timed(device, step)) / 2, inside
 
 
 def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, Any]]:
@@ -122,9 +123,9 @@ def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, A
         bare: list[float] = []
         for _ in range(pairs):
             for name, mode in chosen.items():
-                before, inside = pair(device, mode, model, optimizer, step)
-                ratios[name].append(inside / before)
-                bare.append(before)
+                outside, inside = pair(device, mode, model, optimizer, step)
+                ratios[name].append(inside / outside)
+                bare.append(outside)
         yield row("bare step", "ms", [1e3 * seconds for seconds in bare])
         for name, values in ratios.items():
             yield row(name, "ratio", values)
