@@ -28,8 +28,7 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
     """A tensor that was nonfinite before the step, by its category."""
     category = event.category or ""
     if category not in _CAUSE:
-        fact = f"{held(event, 'a tensor')} An op that was not recorded wrote it."
-        return Explanation("unknown", (fact,), ("Record the whole step, including the code that makes this tensor.",))
+        return _unobserved(event)
     facts = [held(event, _WHAT[category])]
     if event.samples:
         word = "Sample" if len(event.samples) == 1 else "Samples"
@@ -40,13 +39,24 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
     return Explanation(_CAUSE[category], tuple(facts), _checks(event))
 
 
+def _unobserved(event: OpEvent) -> Explanation:
+    """What an op outside the recorded region wrote."""
+    bad = counts(event.nan, event.posinf, event.neginf)
+    writer = event.op or "an op"
+    fact = (
+        f"{bad} came from {writer}, which ran where nothing was recorded{f' ({event.module})' if event.module else ''}."
+    )
+    advice = ("Record ops in the whole step, not in a part of it: the cause lies before the part that was recorded.",)
+    return Explanation("unknown", (sentence(fact),), advice)
+
+
 def held(event: OpEvent, what: str) -> str:
     """ "batch.wav (float32, 3x6) held 6 NaN among 18 elements before the step, the first at [1, 0]." """
-    name = event.tensor or what
+    name = event.tensor or sentence(what)
     first = index(event)
     at = f", the first at {list(first)}" if first else ""
     bad = counts(event.nan, event.posinf, event.neginf)
-    return sentence(
+    return (
         f"{name} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} before the "
         f"step{at}."
     )
