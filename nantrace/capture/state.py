@@ -57,6 +57,7 @@ class StateRecorder:
         """Learn the model's parameters and buffers anew: they may have been replaced, frozen or made since."""
         self.parameters = self._named("_parameters", self.parameters)
         self.buffers = self._named("_buffers", self.buffers)
+        self._left = {key: left for key, left in self._left.items() if left[0]() is not None}
 
     def observe_batch(self, batch: Any) -> None:
         for slot, tensor in tensors_in(batch, "batch", self.unopened):

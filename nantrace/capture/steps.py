@@ -6,6 +6,7 @@ what the numbers mean.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -67,8 +68,9 @@ class StepRecorder(StepListener):
         self._ended = ended
         self._failed = failed
         self._next = 0
+        self._thread = threading.get_ident()
         self.gradients = GradientRecorder(buffer, failed)
-        self.calls = CallRecorder(buffer, self.gradients, self.reached, failed)
+        self.calls = CallRecorder(buffer, self.gradients, self._call_from_outside, failed)
 
     def open(self) -> OpenStep:
         """Begin a step and read what it starts from."""
@@ -94,6 +96,10 @@ class StepRecorder(StepListener):
         if self.step is not None and self.step.closing:
             self.end()
         return self.step or self.open()
+
+    def _call_from_outside(self) -> None:
+        if threading.get_ident() == self._thread:  # no other thread begins or ends a step
+            self.reached()
 
     def end(self) -> None:
         """Finish the open step: read what is left, fetch what devices hold, hand the rows over."""

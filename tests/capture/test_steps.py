@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -201,6 +202,19 @@ def test_mark_step_ends_a_step_and_names_it() -> None:
             model(torch.ones(1, 1))
             tracer.mark_step(batch_id=f"b{number}", lr=0.5, loss=torch.tensor(2.0))
     assert [(s["batch_id"], s["lr"], s["loss"]) for s in tracer.trace.steps] == [("b0", 0.5, 2.0), ("b1", 0.5, 2.0)]
+
+
+def test_a_forward_in_another_thread_neither_ends_nor_opens_a_step() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Tracer(model) as tracer:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        thread = threading.Thread(target=lambda: model(torch.ones(1, 1)))
+        thread.start()
+        thread.join()
+        tracer.mark_step(batch_id="first")
+    assert [step["batch_id"] for step in tracer.trace.steps] == ["first"]
 
 
 def test_parameters_replaced_between_steps_are_the_ones_read(rows: Rows) -> None:
