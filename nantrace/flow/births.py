@@ -34,10 +34,11 @@ def kind_of(call: Call, found: Masks, nan_parents: frozenset[int], inf_parents: 
 
 
 def keep(plane: Tensor, scanner: Scanner) -> Summary | Tensor:
-    """What an in-place op is about to overwrite, should its result turn out bad."""
+    """What an in-place op is about to overwrite, should its result turn out bad. Autograd does not see it: it listens
+    above the handler that calls this."""
     if plane.numel() <= _KEEP:
-        return plane.detach().clone()
-    low, high = scanner.extent(plane.detach())
+        return plane.clone()
+    low, high = scanner.extent(plane)
     finite = low - low == 0 and high - high == 0
     return Summary(dtype_name(plane.dtype), tuple(plane.shape), 0, 0, 0, *((low, high) if finite else (None, None)))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from nantrace.flow.ops import OpFacts
 from nantrace.flow.values import Summary, storage_key
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """A tensor argument: position in the schema (-1 unknown), index inside a list (-1 none)."""
 
     position: int
-    index: int
+    index: int  # type: ignore[assignment]  # it hides the tuple's method, which nobody needs
     tensor: Tensor
 
 
@@ -32,11 +30,12 @@ class Call:
         kept: id(tensor) -> what an in-place op was about to overwrite.
         nan_literal, inf_literal: whether a plain number among the arguments is NaN, or infinite.
         list_length: of a list op, how many tensors its lists hold.
+        written: arguments that the op writes into.
     """
 
     __slots__ = (
         "args", "arguments", "bad", "facts", "inf_literal", "kept", "kwargs", "list_length", "nan_literal", "skipped",
-        "task",
+        "task", "written",
     )  # fmt: skip
 
     def __init__(self, facts: OpFacts, task: int, args: Any, kwargs: Any) -> None:
@@ -47,12 +46,8 @@ class Call:
         self.skipped: list[Argument] = []
         self.kept: dict[int, Summary | Tensor] = {}
         self.nan_literal = self.inf_literal = False
+        self.written: list[Argument] = []
         self.list_length = 0
-
-    def written(self) -> list[Argument]:
-        """Arguments that the op writes into."""
-        writes = self.facts.writes
-        return [a for a in self.arguments if a.position >= 0 and writes[a.position]]
 
     def reads(self, argument: Argument) -> bool:
         """Whether the op reads the argument's values."""
@@ -71,9 +66,9 @@ class Call:
         facts = self.facts
         if type(out) is Tensor and not facts.mutates and not facts.maybe_view:
             return [(-1, out)]
-        written = self.written() if facts.mutates else []
+        written = self.written
         outputs = [(a.index, a.tensor) for a in written]
-        if facts.mutates and len(written) == 1 and out is written[0].tensor:
+        if len(written) == 1 and out is written[0].tensor:
             return outputs
         old = {id(a.tensor) for a in written}
         for index, item in enumerate(out) if isinstance(out, (list, tuple)) else [(-1, out)]:

@@ -256,11 +256,14 @@ class OpRecorder(TorchDispatchMode):
         """Note a tensor argument, and look at it if it is read and not known to be finite."""
         argument = Argument(position, index, tensor)
         call.arguments.append(argument)
-        if tensor.dtype not in FLOATS or not (position < 0 or call.facts.reads[position]):
+        facts = call.facts
+        if facts.mutates and position >= 0 and facts.writes[position]:
+            call.written.append(argument)
+        if tensor.dtype not in FLOATS or not (position < 0 or facts.reads[position]):
             return
         memory = self._memory
         key = storage_key(tensor)
-        if key is not None and key in memory.finite and key not in memory.writers:
+        if key in memory.finite and key not in memory.writers:
             call.skipped.append(argument)
             return
         look = memory.look(tensor)
@@ -271,12 +274,12 @@ class OpRecorder(TorchDispatchMode):
 
     def _before_writing(self, call: Call, number: int) -> None:
         """Keep what an in-place op is about to overwrite, should its result turn out bad."""
-        written = call.written()
-        into_view = any(a.index < 0 and a.tensor._is_view() for a in written)
+        written = call.written
+        into_view = any(a.tensor._is_view() for a in written if a.index < 0)
         self._places.links.wrote(into_view and call.needs_grad(), number)
         rounds = self._rounds
-        outside = call.task < 0 and not rounds.in_optimizer and not self._places.stack
-        by_hand = outside and rounds.state == "after_backward"
+        by_hand = rounds.state == "after_backward" and call.task < 0 and not rounds.in_optimizer
+        by_hand = by_hand and not self._places.stack
         if by_hand and any(self._externals.is_state(storage_key(a.tensor)) for a in written):
             rounds.updated_by_hand(self.time)
         for argument in written:
@@ -324,7 +327,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _written_unannounced(self, call: Call) -> list[tuple[int, Tensor]]:
         """Inputs holding nonfinite elements that nobody was seen writing: the kernel did, against its schema."""
-        announced = {id(a.tensor) for a in call.written()}
+        announced = {id(a.tensor) for a in call.written}
         others = [a for a in call.arguments if id(a.tensor) not in announced]
         return [(a.index, plane) for a in others for plane in self._memory.written_by_nobody(a.tensor)]
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nantrace.stats.host import extent_output
+
 FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
@@ -108,16 +110,14 @@ def readable(plane: Tensor) -> Tensor:
 
 
 class Scanner:
-    """Tells whether a plane is finite throughout, with two preallocated results a dtype and device."""
+    """Tells whether a plane is finite throughout, with preallocated results for each dtype."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._outputs: dict[torch.dtype, tuple[tuple[Tensor, Tensor], Any]] = {}
 
     def is_finite(self, plane: Tensor) -> bool:
         """One pass. `aminmax` propagates NaN, so two finite ends prove every element finite; so does a finite sum."""
         dtype = plane.dtype
-        if plane.requires_grad:
-            plane = plane.detach()
         if dtype is not torch.float32 and (dtype.is_complex or dtype.itemsize == 1):
             plane = readable(plane)
         elif plane.numel() >= _LARGE:
@@ -132,12 +132,15 @@ class Scanner:
 
     def extent(self, plane: Tensor) -> tuple[float, float]:
         """(smallest, largest) of a readable plane; NaN twice if it holds a NaN."""
-        where = (plane.dtype, plane.device)
-        slot = self._slots.get(where)
-        if slot is None:
-            slot = self._slots[where] = (plane.new_zeros(()), plane.new_zeros(()))
-        torch.aminmax(plane, out=slot)
-        return slot[0].item(), slot[1].item()
+        if not plane.is_cpu:
+            low, high = torch.aminmax(plane)
+            return low.item(), high.item()
+        output = self._outputs.get(plane.dtype)
+        if output is None:
+            output = self._outputs[plane.dtype] = extent_output(plane.dtype)
+        torch.aminmax(plane, out=output[0])
+        ends: list[float] = output[1].tolist()
+        return ends[0], ends[1]
 
 
 @dataclass(frozen=True)

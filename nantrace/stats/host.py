@@ -48,7 +48,7 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
             numel = tensor.numel()
             with_grad = _grad_enabled()
             try:
-                pair, view = pool.pop() if pool else _new_output(tensor.dtype)
+                pair, view = pool.pop() if pool else extent_output(tensor.dtype)
                 if with_grad:  # `out=` refuses a tensor that requires grad
                     _set_grad(False)
                     try:
@@ -66,7 +66,8 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
     return measure(tensor, full)[0]
 
 
-def _new_output(dtype: torch.dtype) -> Any:
+def extent_output(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:
+    """Two one-element outputs for `torch.aminmax`, and the numpy view to read both through: (outputs, view)."""
     with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
         if dtype == torch.bfloat16:  # as the upper halves of two float32, which numpy can read
             halves = torch.zeros(4, dtype=dtype)
