@@ -1,0 +1,226 @@
+"""Replays a step until the op is found in which its first harmful nonfinite value was born.
+
+Replay 1 looks at the ends alone: does the step fail, and in which part? Then every op is watched at once, which is the
+quickest narrowing there is for all but the largest models; those are narrowed module by module first. What one run
+cannot settle, `diagnosis.blame` asks further replays for. The last replay runs without probes: the failure explained
+must be the failure that happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nantrace.capture.sites import is_compiled
+from nantrace.diagnosis.blame import Frozen, blame
+from nantrace.diagnosis.diagnose import diagnose
+from nantrace.diagnosis.verdict import Verdict
+from nantrace.flow.record import Recording
+from nantrace.lineage import Lineage
+from nantrace.replay.anomaly import anomaly_evidence
+from nantrace.replay.coarse import inside, modules_of, narrow_forward, tree_of
+from nantrace.replay.confirm import Runs, alike, confirmed, needs_confirmation, region_of
+from nantrace.replay.ends import Ends
+from nantrace.replay.replays import Replays
+from nantrace.replay.step import Step
+from nantrace.replay.written import refuse_taken, traced
+
+#: Models with more modules are narrowed module by module before their ops are watched.
+MOST_MODULES = 4096
+
+Within = Callable[[str | None, str], bool]
+
+
+def bisect(
+    step: Step,
+    *,
+    capture: str | os.PathLike[str] | None = None,
+    depth: Literal["module", "op"] = "op",
+    anomaly: bool = False,
+    max_replays: int = 20,
+    path: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Replay `step` and say where its first harmful nonfinite value was born. The caller's state stays as it is.
+
+    Args:
+        step: what to replay; an exception that it raises is evidence, and is not raised here.
+        capture: a captured step to replay from, in place of the present state.
+        depth: "module" stops at modules, "op" goes on to one op.
+        anomaly: also ask `torch.autograd.detect_anomaly` where it can be right.
+        max_replays: how often the step may run; what is open then is `inconclusive`.
+        path: file for a trace of the failing step, with the flow of nonfinite values through its ops.
+        progress: told one line about each replay.
+
+    Raises:
+        ReplayError: the step's state cannot be kept, for lack of memory or because it is not initialised.
+        CaptureError: the capture cannot be read, or is that of another model.
+        TraceExistsError: `path` is taken.
+        ValueError: an option is out of range.
+    """
+    if depth not in ("module", "op"):
+        raise ValueError(f'depth is {depth!r}: pass "module" or "op".')
+    if not isinstance(max_replays, int) or max_replays < 1:
+        raise ValueError(f"max_replays is {max_replays!r}: pass a positive integer.")
+    refuse_taken(path)
+    if capture is None:
+        return _bisect(Replays(step, max_replays, progress), depth, anomaly, path)
+    from nantrace.replay.captured import applied
+
+    with applied(step, capture) as captured:
+        verdict = _bisect(Replays(step, max_replays, progress), depth, anomaly, path)
+    return captured.judged(verdict)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the narrowing came to: the verdict, what it rests on, and how it was found."""
+
+    verdict: Verdict
+    watched: Ends
+    lineage: Lineage | None
+    how: tuple[str, ...]
+
+
+def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike[str] | None) -> Verdict:
+    first = replays.plain("the ends only")
+    if not replays.left:
+        return _finished(replays, _cut_short(first), first, ())
+    found = _by_module(replays) if depth == "module" else _by_op(replays, first)
+    extra = anomaly_evidence(replays, first) if anomaly else ()
+    last = None
+    if replays.left and needs_confirmation(found.verdict, first, found.watched):
+        last = replays.plain("the ends only, to confirm")
+    compiled = is_compiled(replays.step.model)
+    verdict = confirmed(found.verdict, Runs(first, found.watched, last, compiled, _suspects(replays)))
+    if path is not None:
+        if replays.left:
+            traced(replays, "all modules, for the trace file", path=path, lineage=found.lineage)
+        else:
+            extra += ("No trace was written: no replay was left.",)
+    if compiled:
+        extra += ("The model is compiled: the ops were watched in an eager run of it, the ends in compiled ones.",)
+    return _finished(replays, verdict, first, (*found.how, *extra))
+
+
+def _finished(replays: Replays, verdict: Verdict, first: Ends, last_words: tuple[str, ...]) -> Verdict:
+    """The verdict with what was observed around it: the step's own exception first."""
+    raised = (f"The step raised {first.error}.",) if first.error else ()
+    if raised and verdict.status in ("clean", "expected"):
+        verdict = dataclasses.replace(verdict, status="inconclusive", region=("the step",))
+        last_words = ("Nothing harmful was nonfinite until it raised.", *last_words)
+    settings = tuple(
+        f"The step changes a switch of the whole process ({changed}); replays put it back."
+        for changed in replays.settings
+        if changed != "warning filters"
+    )
+    evidence = (*raised, *verdict.evidence, *_opaque(replays, first), *settings, *last_words)
+    return dataclasses.replace(verdict, evidence=evidence, replays=replays.count)
+
+
+def _cut_short(first: Ends) -> Verdict:
+    places = tuple(dict.fromkeys(str(end) for end in first.nonfinite))[:10]
+    said = f"One replay was allowed, which looked at the ends alone: {first.in_words()}."
+    return Verdict("inconclusive", evidence=(said,), region=places or ("the step",))
+
+
+# ---------------------------------------------------------------------------------------------------- modules
+def _by_module(replays: Replays) -> _Found:
+    with_ends = traced(replays, "all modules")
+    verdict = diagnose(with_ends.trace)
+    return _Found(verdict, replays.latest, None, ("Modules were watched, no ops: depth is module.",))
+
+
+# ---------------------------------------------------------------------------------------------------- ops
+def _by_op(replays: Replays, first: Ends) -> _Found:
+    modules = sum(1 for _ in replays.step.model.modules())
+    if modules <= MOST_MODULES or not first.failed:
+        how = f"Every op of the step was watched at once: the bound for that is {MOST_MODULES:,} modules, here are "
+        return _pass(replays, None, f"{how}{modules:,}.")
+    found = _narrowed(replays, first, modules)
+    if found is not None:
+        return found
+    return _pass(replays, None, "Narrowing by modules led nowhere; every op of the step was watched.")
+
+
+def _narrowed(replays: Replays, first: Ends, modules: int) -> _Found | None:
+    """The region first, then the ops within; None if the origin is not in there."""
+    many = f"{modules:,} modules are more than the bound of {MOST_MODULES:,}, so"
+    if first.forward_was_finite and first.error is None:
+        found = _pass(replays, _after_forward, f"{many} only ops after the finite forward were watched.")
+    else:
+        tree = tree_of(replays.step.model)
+        region = narrow_forward(replays, tree, most=max(1, replays.left - 3))
+        names = modules_of(tree, region)
+        shown = ", ".join(name or "(model)" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+        if replays.left < 2:
+            said = f"{many} they were searched first, and the replays ran out."
+            return _Found(Verdict("inconclusive", evidence=(said,), region=names), first, None, ())
+        how = f"{many} they were searched first, in {region.replays} replays; only ops within {shown} were watched."
+        found = _pass(replays, inside(names), how)
+    verdict = found.verdict
+    named = verdict.origin is not None and (verdict.origin.op or verdict.stage in ("input", "state"))
+    unseen = found.lineage is not None and any(event.category == "unobserved" for event in found.lineage.events)
+    return found if verdict.status == "fault" and named and not unseen else None
+
+
+def _after_forward(module: str | None, phase: str) -> bool:
+    return phase != "forward"
+
+
+def _pass(replays: Replays, within: Within | None, how: str) -> _Found:
+    """The op pass, and the further replays that its judgement asks for."""
+    if not replays.left:
+        return _Found(
+            Verdict("inconclusive", evidence=("The replays ran out.",), region=("the step",)), Ends(), None, ()
+        )
+    watch = "every op" if within is None else "ops of the region"
+    recording, ends = replays.recorded(watch, within=within)
+    lineage = recording.lineage
+    frozen: Lineage | None = None
+    neutralised: dict[frozenset[int], Lineage] = {}
+    finding = blame(lineage)
+    while finding.wants is not None and replays.left > 1:  # the last one is kept to confirm
+        if isinstance(finding.wants, Frozen):
+            frozen = replays.recorded(f"{watch}, updates undone", within=within, freeze=True)[0].lineage
+        else:
+            times = finding.wants.times
+            again = replays.recorded(f"{watch}, other births made finite", within=within, neutral=times)[0]
+            neutralised[times] = again.lineage
+        finding = blame(lineage, frozen=frozen, neutralised=neutralised)
+    verdict = finding.verdict
+    if finding.wants is not None:
+        verdict = _unfinished(verdict, "The replays ran out before this was settled.")
+    return _Found(_trusted(verdict, recording), ends, lineage, (how,))
+
+
+def _trusted(verdict: Verdict, recording: Recording) -> Verdict:
+    """A recorder that stopped on the way saw only part of the step."""
+    if recording.failure is None:
+        return verdict
+    return _unfinished(verdict, f"The op recorder failed on the way ({type(recording.failure).__name__}).")
+
+
+def _unfinished(verdict: Verdict, why: str) -> Verdict:
+    region = verdict.region or region_of(verdict)
+    return dataclasses.replace(verdict, status="inconclusive", evidence=(why, *verdict.evidence), region=region)
+
+
+# ---------------------------------------------------------------------------------------------------- surroundings
+def _suspects(replays: Replays) -> tuple[str, ...]:
+    """State that replays do not wind back."""
+    opaque = tuple(f"{name} is a {kind}" for name, kind in replays.snapshot.opaque.items())
+    return (*replays.untouched, *opaque)
+
+
+def _opaque(replays: Replays, first: Ends) -> tuple[str, ...]:
+    objects: dict[str, Any] = replays.snapshot.opaque
+    if not objects:
+        return ()
+    named = ", ".join(f"{name} ({kind})" for name, kind in list(objects.items())[:4])
+    same = all(alike(first, ends) for ends in replays.unprobed)
+    matters = "the replays came out alike without" if same else "the replays did not come out alike"
+    return (f"Cannot be wound back: {named}; {matters}.",)

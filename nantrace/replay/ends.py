@@ -1,0 +1,220 @@
+"""The ends of a step: loss, gradients, parameters, moments, buffers, what it returned or raised. Cheap to look at.
+
+Looks only where training keeps a value, at the moment it counts: no module and no op is watched, and nothing of the
+step runs otherwise. Two runs of the same step are told apart by what was seen here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nantrace.capture.lifecycle import StepListener
+from nantrace.flow.links import fqn
+from nantrace.flow.values import Scanner, masks, planes, tensors_in, unwrapped
+
+_WORDS = {"loss": "loss", "gradient": "gradient", "parameter": "parameter", "moment": "moment", "buffer": "buffer"}
+
+
+@dataclass(frozen=True)
+class End:
+    """One nonfinite end. `iteration` counts optimizer steps, from 1."""
+
+    place: str  # loss | gradient | parameter | moment | buffer | returned
+    name: str
+    iteration: int
+    nan: int
+    inf: int
+
+    def __str__(self) -> str:
+        return self.place if self.place == "loss" else f"{self.place} {self.name}"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What one run came to.
+
+    Attributes:
+        losses: each root of a backward pass as text: its exact bits, or "nan", "inf", "-inf".
+        nonfinite: the ends that the run made nonfinite, in order of time.
+        error: what the step raised, in a sentence: type, message, line; None if it ended well.
+        raised: the type of that.
+        skipped: updates that a gradient scaler skipped.
+    """
+
+    losses: tuple[str, ...] = ()
+    nonfinite: tuple[End, ...] = ()
+    error: str | None = None
+    raised: str | None = None
+    skipped: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.nonfinite) or self.error is not None
+
+    @property
+    def forward_was_finite(self) -> bool:
+        return all(text not in ("nan", "inf", "-inf") for text in self.losses)
+
+    def places(self) -> frozenset[tuple[str, str, int]]:
+        """Which ends went nonfinite, whatever exactly they hold."""
+        return frozenset((end.place, end.name, end.iteration) for end in self.nonfinite)
+
+    def in_words(self) -> str:
+        """ "loss nan, 3 gradients, 2 parameters nonfinite"."""
+        if not self.failed:
+            return "all finite"
+        losses = {text for text in self.losses if text in ("nan", "inf", "-inf")}
+        parts = [f"loss {' and '.join(sorted(losses))}"] if losses else []
+        for place, word in _WORDS.items():
+            count = len({end.name for end in self.nonfinite if end.place == place})
+            if count and place != "loss":
+                parts.append(f"{count:,} {word}{'s' if count > 1 else ''} nonfinite")
+        if self.raised:
+            parts.append(f"raised {self.raised}")
+        return ", ".join(parts) or "a returned value nonfinite"
+
+
+class EndsListener(StepListener):
+    """Looks at the ends of one run; ask for `ends` when `ended` was told what the run returned or raised."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._scanner = Scanner()
+        self._names = {id(p): fqn(name) for name, p in model.named_parameters()}
+        self._losses: list[str] = []
+        self._found: dict[tuple[str, str], End] = {}  # the first time counts
+        self._iteration, self._skipped = 1, 0
+        self._failure: Exception | None = None
+        with _unseen():
+            self._before = {(place, name): counts for place, name, t in self._state() if any(counts := self._count(t))}
+        self.ends = Ends()
+
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
+        if nested or not accumulates:
+            return
+        with _unseen():
+            for root in roots:
+                plain = unwrapped(root)
+                self._losses.append(_bits(plain))
+                self._look("loss", "loss", plain)
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        with _unseen():
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    self._look("gradient", self._name(parameter), parameter.grad)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        with _unseen():
+            for parameter in _parameters(optimizer):
+                name = self._name(parameter)
+                self._look("parameter", name, parameter)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        self._look("moment", f"{name}.{key}", value)
+        self._iteration += 1
+
+    def scaler_stepped(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
+    ) -> None:
+        with _unseen():
+            self._skipped += any(float(found) > 0 for found in found_inf)
+
+    def recorder_failed(self, error: Exception) -> None:
+        self._failure = self._failure or error
+
+    def ended(self, returned: Any, error: Exception | None) -> Ends:
+        """The run is over: look at what is left, and close the account.
+
+        Raises:
+            Exception: a failure of this listener's own, which nothing of the step's could have caused.
+        """
+        with _unseen():
+            for place, name, tensor in self._state():
+                self._look(place, name, tensor)
+            for path, tensor in tensors_in(returned, "returned"):
+                self._look("returned", path, unwrapped(tensor))
+        if self._failure is not None:
+            raise self._failure
+        told = None if error is None else describe(error)
+        raised = None if error is None else type(error).__name__
+        self.ends = Ends(tuple(self._losses), tuple(self._found.values()), told, raised, self._skipped)
+        return self.ends
+
+    def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            if torch.nn.parameter.is_lazy(parameter):
+                continue
+            yield "parameter", fqn(name), parameter
+            if parameter.grad is not None:
+                yield "gradient", fqn(name), parameter.grad
+        for name, buffer in self._model.named_buffers():
+            yield "buffer", fqn(name), buffer
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._names.get(id(parameter), "outside the model")
+
+    def _look(self, place: str, name: str, tensor: torch.Tensor) -> None:
+        nan, inf = self._count(tensor)
+        new = (nan or inf) and self._before.get((place, name)) != (nan, inf)
+        if new and (place, name) not in self._found:
+            self._found[place, name] = End(place, name, self._iteration, nan, inf)
+
+    def _count(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """How many elements are NaN, how many infinite."""
+        nan = inf = 0
+        for plane in planes(tensor):
+            if not self._scanner.is_finite(plane):
+                found = masks(plane)
+                nan, inf = nan + found.nan, inf + found.posinf + found.neginf
+        return nan, inf
+
+
+def describe(error: Exception) -> str:
+    """A step's own exception in a sentence: "KeyError: 'x' at train.py:41 in forward"."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    message = str(error).strip().split("\n")[0]
+    place = ""
+    if frames:
+        file = frames[-1].filename.rpartition("/")[2]
+        place = f" at {file}:{frames[-1].lineno} in {frames[-1].name}"
+    return f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}"
+
+
+def _is_library(filename: str) -> bool:
+    return "/torch/" in filename or "/nantrace/" in filename
+
+
+class _unseen:
+    """Nothing read in here is recorded, differentiated or dispatched to a mode."""
+
+    def __enter__(self) -> None:
+        self._modes = (torch.no_grad(), torch._C._DisableTorchDispatch())
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+
+def _bits(root: torch.Tensor) -> str:
+    """Exact: equal texts are equal bits. NaNs are all alike."""
+    plain = root.detach()
+    if plain.numel() == 1 and plain.layout == torch.strided and not plain.is_complex():
+        value = float(plain)
+        return value.hex() if math.isfinite(value) else repr(value)
+    found = [plane.contiguous().reshape(-1).view(torch.uint8).cpu() for plane in planes(plain)]
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in found)).hexdigest()[:16]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

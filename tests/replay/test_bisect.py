@@ -1,0 +1,276 @@
+"""Bisect: what it says of steps that behave, of steps that don't, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nantrace
+from nantrace.diagnosis.verdict import Verdict
+from nantrace.errors import ReplayError, TraceExistsError
+from nantrace.replay import bisect as bisect_module
+from nantrace.replay.bisect import bisect
+from nantrace.replay.coarse import tree_of
+from nantrace.replay.snapshot import Snapshot
+from nantrace.replay.step import Step
+
+
+class Log(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.detach().amin()).log()
+
+
+class Overflow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e30).pow(2)
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).sqrt()
+
+
+def model_with(layer: nn.Module, depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    before = [nn.Linear(4, 4) for _ in range(depth)]
+    return nn.Sequential(*before, layer, nn.Dropout(0.1), nn.BatchNorm1d(4))
+
+
+def step_of(model: nn.Module, batch: Any = None, wrap: Any = None) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def run(m: nn.Module, b: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = m(b["x"]).mean()
+        loss.backward()
+        optimizer.step()
+        if wrap is not None:
+            wrap()
+        return loss.detach()
+
+    return Step(run, model, batch or {"x": torch.randn(6, 4)}, optimizer=optimizer)
+
+
+def said(verdict: Verdict) -> str:
+    return " ".join(verdict.evidence)
+
+
+def unchanged(step: Step, do: Any) -> Any:
+    """What `do` gives; it may not change anything of the step's, nor of torch's."""
+    snapshot = Snapshot(step)
+    try:
+        return do()
+    finally:
+        assert snapshot.differences() == ()
+
+
+def test_a_forward_fault_is_found_confirmed_and_nothing_is_changed() -> None:
+    step = step_of(model_with(Log()))
+    lines: list[str] = []
+    verdict = unchanged(step, lambda: bisect(step, progress=lines.append))
+    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "forward", "log_of_zero")
+    assert verdict.origin is not None and (verdict.origin.op, verdict.origin.module) == ("aten.log", "2")
+    assert "with the same bits of the loss" in said(verdict)
+    assert verdict.replays == 3 == len(lines)
+    assert lines[0].startswith("replay 1: the ends only: loss ") and "gradients nonfinite" in lines[0]
+
+
+def test_a_backward_fault_is_found_though_every_value_of_forward_is_finite() -> None:
+    verdict = bisect(step_of(model_with(Root())))
+    assert verdict.origin is not None
+    assert (verdict.status, verdict.stage, verdict.origin.node) == ("fault", "backward", "SqrtBackward0")
+
+
+def test_a_finite_step_is_clean_and_needs_no_confirmation() -> None:
+    step = step_of(model_with(nn.Tanh()))
+    verdict = unchanged(step, lambda: bisect(step))
+    assert (verdict.status, verdict.replays) == ("clean", 2)
+
+
+def test_a_step_that_only_fails_the_first_time_is_not_reproduced_and_the_counter_is_named() -> None:
+    calls = 0
+    model = model_with(nn.Tanh())
+
+    def run(m: nn.Module, b: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        (m(b).mean() * (float("inf") if calls == 1 else 1.0)).backward()
+
+    verdict = bisect(Step(run, model, torch.randn(6, 4)))
+    assert verdict.status == "not_reproduced"
+    assert "loss -inf" in verdict.evidence[0] and "all finite" in verdict.evidence[0]
+    assert "variable calls of run" in said(verdict)
+
+
+def test_a_step_that_fails_elsewhere_each_time_is_inconclusive() -> None:
+    calls = 0
+
+    def run(m: nn.Module, b: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        loss = m(b).mean()
+        loss.backward()
+        parameters = list(m.parameters())
+        parameters[calls % len(parameters)].grad.fill_(float("nan"))
+
+    verdict = bisect(Step(run, model_with(nn.Tanh()), torch.randn(6, 4)))
+    assert verdict.status in ("inconclusive", "not_reproduced")
+    assert "ended differently" in said(verdict)
+
+
+def test_a_step_that_raises_over_a_nonfinite_value_shows_its_error_first_and_then_the_birth() -> None:
+    def run(m: nn.Module, b: Tensor) -> None:
+        loss = m(b).mean()
+        if not torch.isfinite(loss):
+            raise FloatingPointError("loss is not finite")
+
+    step = Step(run, model_with(Log()), torch.randn(6, 4))
+    verdict = unchanged(step, lambda: bisect(step))
+    assert verdict.evidence[0].startswith("The step raised FloatingPointError: loss is not finite at test_bisect.py:")
+    assert verdict.origin is not None and (verdict.status, verdict.origin.op) == ("fault", "aten.log")
+
+
+def test_a_step_that_raises_while_all_is_finite_is_not_called_clean() -> None:
+    def run(m: nn.Module, b: Tensor) -> None:
+        m(b)
+        raise KeyError("label")
+
+    verdict = bisect(Step(run, model_with(nn.Tanh()), torch.randn(6, 4)))
+    assert verdict.status == "inconclusive" and verdict.evidence[0].startswith("The step raised KeyError: 'label'")
+
+
+def test_an_interrupt_in_any_replay_passes_through_and_leaves_the_state_as_it_was() -> None:
+    for at in (1, 2, 3):
+        calls = 0
+
+        def interrupt(at: int = at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise KeyboardInterrupt
+
+        step = step_of(model_with(Log()), wrap=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            unchanged(step, lambda step=step: bisect(step))
+
+
+def test_switches_that_a_step_changes_are_named_and_put_back() -> None:
+    step = step_of(model_with(nn.Tanh()), wrap=lambda: torch.set_default_dtype(torch.float64))
+    verdict = unchanged(step, lambda: bisect(step))
+    assert "default dtype: torch.float64, was torch.float32" in said(verdict)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_objects_that_cannot_be_wound_back_are_named_with_whether_that_mattered() -> None:
+    harmless = step_of(model_with(Log()), {"x": torch.randn(6, 4), "unused": iter([1])})
+    assert "batch.unused (list_iterator); the replays came out alike without" in said(bisect(harmless))
+
+    def run(m: nn.Module, b: Any) -> None:
+        (m(b["x"]).mean() * next(b["factors"], 1.0)).backward()
+
+    consumed = Step(run, model_with(nn.Tanh()), {"x": torch.randn(6, 4), "factors": iter([float("inf")])})
+    verdict = bisect(consumed)
+    assert verdict.status == "not_reproduced"
+    assert "batch.factors (list_iterator); the replays did not come out alike" in said(verdict)
+
+
+def test_one_replay_alone_ends_inconclusive_with_the_ends_it_saw() -> None:
+    verdict = bisect(step_of(model_with(Log())), max_replays=1)
+    assert (verdict.status, verdict.replays) == ("inconclusive", 1)
+    assert "loss" in verdict.region
+
+
+def test_two_replays_find_the_op_and_say_that_it_was_not_confirmed() -> None:
+    verdict = bisect(step_of(model_with(Log())), max_replays=2)
+    assert (verdict.status, verdict.replays) == ("fault", 2)
+    assert "No replay was left to confirm" in said(verdict)
+
+
+def test_depth_module_stops_at_the_module() -> None:
+    verdict = bisect(step_of(model_with(Overflow())), depth="module")
+    assert verdict.origin is not None
+    assert (verdict.status, verdict.origin.module, verdict.origin.op) == ("fault", "2", None)
+
+
+@pytest.mark.parametrize("layer", [Log(), Root()], ids=["forward", "backward"])
+def test_a_model_beyond_the_bound_is_narrowed_first_and_gets_the_same_answer(
+    layer: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bisect(step_of(model_with(layer, depth=8), {"x": torch.ones(6, 4)}))
+    monkeypatch.setattr(bisect_module, "MOST_MODULES", 3)
+    narrowed = bisect(step_of(model_with(layer, depth=8), {"x": torch.ones(6, 4)}))
+    assert narrowed.origin == whole.origin and narrowed.status == "fault"
+    assert "more than the bound of 3" in said(narrowed)
+
+
+def test_where_narrowing_leads_nowhere_every_op_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden(nn.Module):
+        """Calls its child past the hooks, last child first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.late, self.early = nn.Linear(4, 4), Log()
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.full((4,), float("-inf"))
+            return self.late(self.early.forward(x)) + mask
+
+    monkeypatch.setattr(bisect_module, "MOST_MODULES", 1)
+    verdict = bisect(step_of(model_with(Hidden())))
+    assert verdict.status == "fault" and verdict.origin is not None and verdict.origin.op == "aten.log"
+
+
+def test_the_module_tree_is_in_post_order_with_the_sizes_of_subtrees() -> None:
+    tree = tree_of(nn.Sequential(nn.Sequential(nn.ReLU(), nn.ReLU()), nn.ReLU()))
+    assert tree.names == ("0.0", "0.1", "0", "1", "")
+    assert tree.sizes == (1, 1, 3, 1, 5)
+
+
+def test_anomaly_mode_is_asked_after_a_finite_forward_only() -> None:
+    backward = bisect(step_of(model_with(Root())), anomaly=True)
+    assert "detect_anomaly stopped at SqrtBackward0, made in forward at test_bisect.py:" in said(backward)
+    forward = bisect(step_of(model_with(Log())), anomaly=True)
+    assert "detect_anomaly was not run: the loss was nonfinite already" in said(forward)
+    assert not torch.is_anomaly_enabled()
+
+
+def test_the_trace_file_of_a_bisection_tells_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "step.h5"
+    step = step_of(model_with(Log()))
+    verdict = unchanged(step, lambda: bisect(step, path=path))
+    stored = nantrace.diagnose(nantrace.load(path))
+    assert stored.origin == verdict.origin
+    assert verdict.replays == 4
+    with pytest.raises(TraceExistsError, match="exists already"):
+        bisect(step, path=path)
+
+
+def test_a_model_compiled_by_the_user_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bisect_module, "is_compiled", lambda model: True)
+    assert "The model is compiled: the ops were watched in an eager run" in said(bisect(step_of(model_with(Log()))))
+
+
+def test_a_state_too_large_to_copy_is_refused_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nantrace.replay.snapshot.available_bytes", lambda device: 10)
+    with pytest.raises(ReplayError, match=r"needs [\d,]+ bytes on cpu for a copy of its state, and 10 are available"):
+        bisect(step_of(model_with(Log())))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"depth": "layer"}, "depth is 'layer'"), ({"max_replays": 0}, "max_replays is 0")],
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bisect(step_of(model_with(nn.Tanh())), **options)
+
+
+def test_the_users_warnings_pass_through() -> None:
+    step = step_of(model_with(nn.Tanh()), wrap=lambda: warnings.warn("mine", UserWarning, stacklevel=1))
+    with pytest.warns(UserWarning, match="mine"):
+        bisect(step)
