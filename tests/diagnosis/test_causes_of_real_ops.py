@@ -184,7 +184,7 @@ def test_a_layer_norm_whose_inverse_deviation_overflowed_is_found_in_its_backwar
     x = full((2, 4), 0).requires_grad_()
     _, found = births(lambda: F.layer_norm(x, (4,), eps=1e-12).sum().backward(), "NativeLayerNorm")[0]
     assert found.cause == "eps_underflow"
-    assert "2 elements of its 2 were +inf, though the forward output was finite" in found.evidence[0]
+    assert "2 of its 2 elements held +inf, though the forward output was finite" in found.evidence[0]
 
 
 def test_binary_cross_entropy_in_half_loses_the_eps_of_its_backward() -> None:

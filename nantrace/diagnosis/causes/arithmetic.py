@@ -50,12 +50,22 @@ def met_infinity(event: OpEvent, cause: str, fact: str, *operands: Operand | Non
     held = tuple(read(operand) for operand in operands if operand is not None)
     guilty = next((operand for operand in operands if has_inf(operand)), None)
     name = label(guilty) if guilty is not None else "the infinite input"
+    if guilty is not None and guilty.dtype == "number":
+        return Explanation(cause, (fact, *held, outcome(event)), (_without_the_literal(event),))
     advice = (
         locate(event, name, "is infinite"),
         f"Replace the infinities of {name} by {_stand_in(guilty, event)} before {spot(event)} and see whether "
         "the NaN is gone.",
     )
     return Explanation(cause, (fact, *held, outcome(event)), advice)
+
+
+def _without_the_literal(event: OpEvent) -> str:
+    return (
+        f"Use masked_fill or torch.where with the infinity at {event.where or spot(event)} instead of "
+        "arithmetic on a mask, "
+        "and compare."
+    )
 
 
 def _stand_in(operand: Operand | None, event: OpEvent) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nantrace.diagnosis.causes.dtypes import is_narrow, largest, wider
+import math
+
+from nantrace.diagnosis.causes.dtypes import is_narrow, largest, limits, wider
 from nantrace.diagnosis.causes.reading import in_backward
 from nantrace.diagnosis.causes.wording import figure, label, limit, spot
 from nantrace.lineage import Operand, OpEvent
@@ -48,7 +50,7 @@ def locate(event: OpEvent, what: str, condition: str) -> str:
 
 def without_samples(event: OpEvent) -> str:
     """Repeat the step without the samples concerned, where they are known."""
-    if not event.samples:
+    if not event.samples or len(event.samples) >= math.prod(event.shape[:1]):
         return "Repeat the step on another batch and see whether the same op fails."
     named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
     word = "sample" if len(event.samples) == 1 else "samples"
@@ -71,7 +73,5 @@ def eps_check(event: OpEvent) -> str:
 
 
 def figure_of_smallest(event: OpEvent) -> str:
-    from nantrace.diagnosis.causes.dtypes import limits
-
     found = limits(event.dtype)
     return f"{figure(found[2])}, the smallest {event.dtype} value" if found else limit(event.dtype)

@@ -127,6 +127,9 @@ def _weights(lineage: Lineage, event: OpEvent) -> Explanation | None:
     return losses.infinite_weight(event, weight) if has_inf(weight) and "loss" in operation(event) else None
 
 
+_OWNERS = {"batch": "the batch,", "param": "parameter", "buffer": "buffer", "moment": "the optimizer state,"}
+
+
 def _with_sources(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
     """Name where the infinities came from that a NaN was made of."""
     if event.kind != "nan":
@@ -141,9 +144,8 @@ def _with_sources(lineage: Lineage, event: OpEvent, found: Explanation) -> Expla
 
 def _named(source: OpEvent) -> str:
     if source.kind == "external":
-        return (
-            f"{source.category or 'a tensor'} {source.tensor}" if source.tensor else f"a {source.category or 'tensor'}"
-        )
+        word = _OWNERS.get(source.category or "", "a tensor that the step did not compute")
+        return f"{word} {source.tensor}" if source.tensor else word
     at = f" ({source.where})" if source.where else ""
     return f"{place(source)}{at}{', inserted by a literal' if source.kind == 'inserted' else ''}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nantrace.diagnosis.causes.checks import locate, without_samples
 from nantrace.diagnosis.causes.reading import size
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import counts, figure, place, plural, sentence, shape, spot
+from nantrace.diagnosis.causes.wording import between, counts, place, plural, sentence, shape, spot
 from nantrace.lineage import Lineage, OpEvent
 
 _CAUSE = {
@@ -30,12 +30,12 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
     if category not in _CAUSE:
         return _unobserved(event)
     facts = [held(event, _WHAT[category])]
-    if event.samples:
+    if event.samples and category == "batch":
         word = "Sample" if len(event.samples) == 1 else "Samples"
         named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
         facts.append(f"{word} {named} along dimension 0 {'is' if len(event.samples) == 1 else 'are'} concerned.")
     if event.min is not None and event.max is not None:
-        facts.append(f"Its finite elements range from {figure(event.min)} to {figure(event.max)}.")
+        facts.append(f"Its finite elements are {between(event.min, event.max, size(event))}.")
     return Explanation(_CAUSE[category], tuple(facts), _checks(event))
 
 

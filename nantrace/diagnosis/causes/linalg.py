@@ -39,9 +39,8 @@ def spectrum_gradient(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if gaps is None or has_zero(gaps) is not True or not all_finite(event):
         return None
     fact = (
-        "The gradient of eigenvectors and singular vectors divides by differences of eigenvalues or of "
-        "squared singular "
-        f"values; {zeros(gaps)} of those in {place(event)}."
+        "The gradient of eigenvectors and singular vectors divides by differences of eigenvalues or of squared "
+        f"singular values; in {place(event)} these held {zeros(gaps)}."
     )
     advice = (
         f"Print the sorted spectrum of the matrix at {event.where or spot(event)} and its smallest gap.",

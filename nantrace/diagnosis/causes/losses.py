@@ -33,7 +33,7 @@ def likelihood(lineage: Lineage, event: OpEvent) -> Explanation | None:
 def _all_ignored(event: OpEvent, target: Operand | None, ignored: object) -> Explanation | None:
     check = "Print how many targets count, (target != ignore_index).sum(), in each batch."
     if target is None or target.min is None:
-        if not all_finite(event) or event.scalars.get("weight", 0) is not None:
+        if not all_finite(event):
             return None
         fact = f"{place(event)} made NaN of finite scores without a weight, as it does when no target counts."
         return _nothing(event, fact, check)

@@ -10,9 +10,10 @@ import math
 import re
 from itertools import pairwise
 
+from nantrace.diagnosis.causes.dtypes import largest
 from nantrace.diagnosis.causes.reading import in_backward
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, limit, place, plural, spot
+from nantrace.diagnosis.causes.wording import figure, place, plural
 from nantrace.lineage import Lineage, OpEvent, Sink
 
 OVERFLOWS = frozenset({"overflow", "cast_overflow", "norm_overflow"})
@@ -20,6 +21,8 @@ OVERFLOWS = frozenset({"overflow", "cast_overflow", "norm_overflow"})
 ONE_UPDATE, ALL_UPDATES = 10.0, 100.0
 #: Growth from module to module counts as steady from this factor on, over at least this many modules.
 _FACTOR, _MODULES = 2.0, 3
+#: A parameter is worth naming from here on, or from where its square overflows.
+_HUGE = 1e6
 
 
 def with_messengers(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
@@ -36,9 +39,10 @@ def _put_first(
 
 
 def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
-    if found.cause not in OVERFLOWS or not lineage.huge_params:
+    least = min(_HUGE, math.sqrt(largest(event.dtype) or math.inf))
+    ranked = sorted((pair for pair in lineage.huge_params if pair[1] > least), key=lambda pair: -pair[1])
+    if found.cause not in OVERFLOWS or not ranked:
         return found
-    ranked = sorted(lineage.huge_params, key=lambda pair: -pair[1])
     facts = tuple(f"Parameter {name} reached {figure(size)} in magnitude before the step." for name, size in ranked[:2])
     name = ranked[0][0]
     check = (
@@ -109,7 +113,7 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
     facts = tuple(f"{name} was updated all the same: an optimizer stepped outside the scaler." for name in outside[:1])
     if not in_backward(event) and event.phase not in ("recompute", "post_backward"):
         fact = "The value was born in forward, which the loss scale does not touch: no scale makes it finite."
-        return _put_first(found, (*facts, fact, seen), ())
+        return _put_first(found, (*facts, seen, fact), ())
     check = (
         "Call scaler.step(optimizer) for each optimizer that uses these gradients, and compare."
         if outside
@@ -119,8 +123,8 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
         )
     )
     lower = (
-        f"Halve init_scale until {spot(event)} stays below {limit(event.dtype)}; without any scale it "
-        "tells if it overflows unscaled."
+        "Run the step once without the scaler and compare the largest gradient magnitude with "
+        f"{figure(largest(event.dtype) or math.inf)}: if it overflows unscaled, no scale helps."
     )
     return _put_first(found, (*facts, seen), (check, lower), "scaled_gradient_overflow")
 
@@ -177,11 +181,13 @@ def _updates(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanatio
         f"{figure(after)}, a factor "
         f"of {figure(total)}, up to {figure(worst)} in one update."
     )
-    checks = (
-        "Repeat with a learning rate 100 times smaller and see whether the parameter norm still grows.",
-        "If a GradScaler is used: call scaler.unscale_ and clipping once, after the last backward of an accumulation, "
-        "and compare the gradient norms.",
+    slower = "Repeat with a learning rate 100 times smaller and see whether the parameter norm still grows."
+    clipped = "Clip the gradient norm to 1 before each update and see whether the parameter norm still grows."
+    unscaled = (
+        "Call scaler.unscale_ and clipping once, after the last backward of an accumulation, and compare the gradient "
+        "norms just before the update."
     )
+    checks = (unscaled, slower) if lineage.skipped_iterations else (slower, clipped)
     return _put_first(found, (fact,), checks, "exploding_update" if _is_overflow(found) else None)
 
 

@@ -35,7 +35,7 @@ def normalization_backward(lineage: Lineage, event: OpEvent) -> Explanation | No
         return None
     held = (
         f"{place(event)} read {label(saved)} = 1 / sqrt(var + eps) from the forward; "
-        f"{plural(saved.posinf, 'element')} of its {elements(saved):,} were +inf, though the forward output was finite."
+        f"{saved.posinf:,} of its {plural(elements(saved), 'element')} held +inf, though the forward output was finite."
     )
     return _eps_too_small(event, saved.dtype, eps, argument(event, "input"), held)
 

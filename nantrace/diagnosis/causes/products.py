@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 
 from nantrace.diagnosis.causes.arithmetic import beyond_bound, met_infinity, overflowed
-from nantrace.diagnosis.causes.reading import absmax, all_finite, argument, elements, has_inf, has_zero, number, product
+from nantrace.diagnosis.causes.reading import (
+    absmax,
+    all_finite,
+    argument,
+    elements,
+    has_inf,
+    has_zero,
+    number,
+    operation,
+    product,
+)
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import figure, outcome, place, read
 from nantrace.lineage import Lineage, Operand, OpEvent
@@ -44,7 +54,7 @@ FACTORS: dict[str, tuple[str, str, str | None]] = {
 
 def matrix_product(lineage: Lineage, event: OpEvent) -> Explanation | None:
     """Overflow of a sum of K products; or a NaN out of infinities in a factor."""
-    left_name, right_name, added_name = FACTORS[_op(event)]
+    left_name, right_name, added_name = FACTORS[operation(event)]
     left, right = argument(event, left_name), argument(event, right_name)
     added = argument(event, added_name) if added_name else None
     if event.kind == "nan" and not all_finite(event):
@@ -56,15 +66,9 @@ def matrix_product(lineage: Lineage, event: OpEvent) -> Explanation | None:
     return beyond_bound(event, bound, fact, left, right, added)
 
 
-def _op(event: OpEvent) -> str:
-    from nantrace.diagnosis.causes.reading import operation
-
-    return operation(event)
-
-
 def _terms(event: OpEvent, left: Operand | None, right: Operand | None) -> int | None:
     """K, the number of products that one element sums; None where the shapes do not say."""
-    op = _op(event)
+    op = operation(event)
     if op == "convolution_backward" or left is None or right is None:
         return None
     if "convolution" in op:

@@ -51,14 +51,30 @@ def total(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if event.kind == "nan" and has_inf(operand):
         fact = f"{place(event)} added up infinities of opposite sign: inf - inf is NaN."
         return met_infinity(event, "inf_minus_inf", fact, operand)
+    if operand is None:
+        return overflowed(event) if event.kind == "inf" else _over_what(event)
     if not all_finite(event):
         return None
-    if operand is None:
-        return overflowed(event) if event.kind == "inf" else None
     reach, terms = absmax(operand), _terms(event, operand)
     bound = None if reach is None else product(reach, terms)
     fact = f"{plural(terms, 'element')} of up to {figure(reach or 0.0)} may add up to"
     return beyond_bound(event, bound, fact, operand)
+
+
+def _over_what(event: OpEvent) -> Explanation | None:
+    """A NaN mean whose input was not recorded: two possibilities are left, so the cause is not claimed."""
+    if event.kind != "nan" or event.nan_parents or event.inf_parents or operation(event) != "mean":
+        return None
+    fact = (
+        f"{place(event)} read no NaN and no infinity; a mean is NaN then when it runs over no elements, or "
+        "when its partial "
+        "sums overflow in both directions."
+    )
+    advice = (
+        f"Print the shape of its input at {event.where or spot(event)}: does a mask or an index leave no element?",
+        f"Return 0 for an empty selection at {event.where or spot(event)} and see whether the step stays finite.",
+    )
+    return Explanation("unknown", (fact, "Its input was not recorded.", outcome(event)), advice)
 
 
 def _terms(event: OpEvent, operand: Operand) -> int:

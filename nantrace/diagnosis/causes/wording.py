@@ -42,7 +42,7 @@ def spot(event: OpEvent) -> str:
         return event.module
     if event.module == "":
         return "the model's own forward"
-    return event.where or "the code outside any module"
+    return f"the code at {event.where}" if event.where else "the code outside any module"
 
 
 def place(event: OpEvent) -> str:
@@ -65,9 +65,14 @@ def span(operand: Operand) -> str:
     """The finite range: "from -1 to 3.22"."""
     if operand.min is None or operand.max is None:
         return "without a finite element" if elements(operand) else "without elements"
-    if operand.min == operand.max:
-        return f"all {figure(operand.min)}" if elements(operand) != 1 else f"equal to {figure(operand.min)}"
-    return f"from {figure(operand.min)} to {figure(operand.max)}"
+    return between(operand.min, operand.max, elements(operand))
+
+
+def between(low: float, high: float, count: int) -> str:
+    """A range in words, which may be one value."""
+    if low == high:
+        return f"equal to {figure(low)}" if count == 1 else f"all {figure(low)}"
+    return f"from {figure(low)} to {figure(high)}" if figure(low) != figure(high) else f"all about {figure(low)}"
 
 
 def described(operand: Operand) -> str:
