@@ -29,6 +29,8 @@ _REACH = 8
 
 def fqn(name: str) -> str:
     """The module's name without the levels that wrappers add."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nantrace.flow.values import Masks, Scanner, masks, planes, storage_key
+from nantrace.flow.values import SMALL, Masks, Scanner, masks, planes, storage_key
 from nantrace.flow.writers import Writers
+
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class Memory:
 
     Attributes:
         finite: storages whose every write was seen and was finite.
+        tainted: storages that an event wrote nonfinite elements into, at some time.
         unseen: storages that were written while nobody looked.
         unread: how many tensors could not be read, by reason.
     """
 
     def __init__(self, external: Callable[[Tensor, Masks], int]) -> None:
         self.scanner, self.writers = Scanner(), Writers()
+        self.tainted = self.writers.entries
         self.finite: set[int] = set()
         self.unseen: dict[int, Unseen] = {}
         self.unread: dict[str, int] = {}
@@ -61,7 +65,7 @@ class Memory:
 
     def is_known_finite(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
-        return key is not None and key in self.finite and key not in self.writers
+        return key is not None and key in self.finite and key not in self.tainted
 
     def mark_finite(self, tensor: Tensor) -> None:
         """The tensor was looked at and is finite; its memory is known to be if it covers all of it."""
@@ -85,6 +89,20 @@ class Memory:
             return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids)
         return None
 
+    def wrote_plainly(self, tensor: Tensor) -> bool:
+        """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not _STRIDED or tensor.is_nested:
+            return False
+        if not 0 < tensor.numel() < SMALL or tensor._is_zerotensor():
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.tainted or self.unseen or not storage.nbytes():
+            return False
+        low, high = self.scanner.extent(tensor)
+        self.finite.add(key)
+        return low - low == 0 and high - high == 0
+
     def wrote(self, plane: Tensor) -> bool:
         """A plane was just written: whether it is finite."""
         storage = plane.untyped_storage()
@@ -94,7 +112,7 @@ class Memory:
         self.finite.add(key)
         if not self.scanner.is_finite(plane):
             return False
-        if key in self.writers and plane.numel() * plane.element_size() == storage.nbytes():
+        if key in self.tainted and plane.numel() * plane.element_size() == storage.nbytes():
             self.writers.forget(key)
         return True
 

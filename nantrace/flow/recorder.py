@@ -31,7 +31,7 @@ from nantrace.flow.memory import Look, Memory, Unseen, neutralise
 from nantrace.flow.ops import OpFacts
 from nantrace.flow.rounds import Rounds
 from nantrace.flow.sinks import Sinks
-from nantrace.flow.values import FLOATS, Masks, masks, planes, readable, storage_key
+from nantrace.flow.values import FLOATS, PLAIN_FLOATS, Masks, masks, planes, readable, storage_key
 from nantrace.lineage import Lineage, OpEvent
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -263,7 +263,7 @@ class OpRecorder(TorchDispatchMode):
             return
         memory = self._memory
         key = storage_key(tensor)
-        if key in memory.finite and key not in memory.writers:
+        if key in memory.finite and key not in memory.tainted:
             call.skipped.append(argument)
             return
         look = memory.look(tensor)
@@ -291,6 +291,7 @@ class OpRecorder(TorchDispatchMode):
     def _after(self, call: Call, out: Any) -> None:
         if self._within is not None and not call.bad and not call.facts.host_read and self._leave(call, out):
             return
+        memory = self._memory
         outputs = call.new_tensors(out)
         if self.time in self._neutral:
             for _, tensor in outputs:
@@ -298,16 +299,18 @@ class OpRecorder(TorchDispatchMode):
         bad: list[tuple[int, Tensor]] = []
         finite = False
         for index, tensor in outputs:
-            if tensor.dtype in FLOATS:
-                for plane in planes(tensor, self._memory.unread):
-                    if self._memory.wrote(plane):
+            if tensor.dtype in PLAIN_FLOATS and memory.wrote_plainly(tensor):
+                finite = True
+            elif tensor.dtype in FLOATS:
+                for plane in planes(tensor, memory.unread):
+                    if memory.wrote(plane):
                         finite = True
                     else:
                         bad.append((index, plane))
-        if not call.facts.announces:
-            bad += self._written_unannounced(call)
+        unannounced = [] if call.facts.announces else self._written_unannounced(call)
+        bad += [(argument.index, plane) for argument, plane in unannounced]
         if bad:
-            self._check_assumptions(call)
+            self._check_assumptions(call, {id(argument.tensor) for argument, _ in unannounced})
         if self._host or call.bad:
             self._follow_host(call, outputs)
         if bad or call.bad:
@@ -325,16 +328,21 @@ class OpRecorder(TorchDispatchMode):
             self._memory.wrote_unseen(tensor, Unseen(call.facts.op, place.phase, place.module))
         return True
 
-    def _written_unannounced(self, call: Call) -> list[tuple[int, Tensor]]:
+    def _written_unannounced(self, call: Call) -> list[tuple[Argument, Tensor]]:
         """Inputs holding nonfinite elements that nobody was seen writing: the kernel did, against its schema."""
-        announced = {id(a.tensor) for a in call.written}
+        announced = {id(a.tensor) for a in call.written()}
         others = [a for a in call.arguments if id(a.tensor) not in announced]
-        return [(a.index, plane) for a in others for plane in self._memory.written_by_nobody(a.tensor)]
+        return [(a, plane) for a in others for plane in self._memory.written_by_nobody(a.tensor)]
 
-    def _check_assumptions(self, call: Call) -> None:
-        """Before anything is called a birth: is what was taken for finite really finite?"""
+    def _check_assumptions(self, call: Call, unannounced: set[int]) -> None:
+        """Before anything is called a birth: is what was taken for finite really finite?
+
+        What the op overwrote, by its schema or against it (`unannounced`: ids of tensors), holds its result now and
+        says nothing about what it read.
+        """
         for argument in call.skipped:
-            look = None if id(argument.tensor) in call.kept else self._memory.look(argument.tensor)
+            overwritten = id(argument.tensor) in call.kept or id(argument.tensor) in unannounced
+            look = None if overwritten else self._memory.look(argument.tensor)
             if look is not None:
                 call.bad.append((argument, look))
 

@@ -238,13 +238,21 @@ class Sinks(StepListener):
             self._externals.add_moments(optimizer)
 
     def _norm(self, optimizer: torch.optim.Optimizer) -> float:
-        """Largest 2-norm among the optimizer's parameters, in float64."""
-        largest = 0.0
+        """Largest 2-norm among the optimizer's parameters; in float64 where its own dtype cannot hold it."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in _parameters(optimizer):
             for plane in planes(parameter):
-                norm = torch.linalg.vector_norm(readable(plane), dtype=torch.float64)
-                largest = max(largest, float(norm))
+                plane = readable(plane)
+                by_dtype.setdefault(plane.dtype, []).append(plane)
+        return max((_largest_norm(group) for group in by_dtype.values()), default=0.0)
+
+
+def _largest_norm(group: list[Tensor]) -> float:
+    largest = torch.stack(torch._foreach_norm(group)).max().item()
+    if math.isfinite(largest):
         return largest
+    norms = [torch.linalg.vector_norm(plane, dtype=torch.float64) for plane in group]
+    return torch.stack(norms).max().item()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

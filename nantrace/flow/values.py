@@ -20,12 +20,14 @@ from nantrace.stats.host import extent_output
 FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
+#: Those that every statistic takes as they are.
+PLAIN_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 #: From this many elements on one pass of `sum` is cheaper than `aminmax`, which has less to set up.
-_LARGE = 1 << 13
+SMALL = 1 << 13
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -45,9 +47,9 @@ def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor
     """
     if type(tensor) in _PLAIN:
         if tensor.is_cpu and tensor.layout is _STRIDED and tensor.dtype in FLOATS and not tensor.is_nested:
-            if tensor._is_zerotensor() or not tensor.untyped_storage().nbytes() or not tensor.numel():
-                return ()
-            if not _is_wrapped(tensor):
+            if not _is_wrapped(tensor):  # functorch's wrappers have no storage to ask
+                if tensor._is_zerotensor() or not tensor.untyped_storage().nbytes() or not tensor.numel():
+                    return ()
                 return (tensor,)
     else:
         tensor = getattr(tensor, "_local_tensor", tensor)  # DTensor: this rank's shard
@@ -120,7 +122,7 @@ class Scanner:
         dtype = plane.dtype
         if dtype is not torch.float32 and (dtype.is_complex or dtype.itemsize == 1):
             plane = readable(plane)
-        elif plane.numel() >= _LARGE:
+        elif plane.numel() >= SMALL:
             if not plane.is_contiguous():
                 plane = readable(plane)
             if dtype is torch.float32 or dtype is torch.float64:

@@ -17,18 +17,19 @@ _SWEEP = 256
 
 
 class Writers:
-    """Event ids by storage and element; id 0 means that nobody was seen writing it."""
+    """Event ids by storage and element; id 0 means that nobody was seen writing it.
+
+    Attributes:
+        entries: storage -> (reference to it, bytes an element, ids). Ask it whether a storage was ever nonfinite.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
+        self.entries: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
         self._sweep_at = _SWEEP
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._entries
 
     def of(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
         """Ids of those who wrote the elements of `plane` that `mask` selects; 0 among them if somebody unseen did."""
-        entry = self._entries.get(plane.untyped_storage()._cdata)
+        entry = self.entries.get(plane.untyped_storage()._cdata)
         if entry is None:
             return frozenset((0,))
         _, width, ids = entry
@@ -53,27 +54,27 @@ class Writers:
 
     def forget(self, key: int) -> None:
         """All of this storage was overwritten with finite values."""
-        self._entries.pop(key, None)
+        self.entries.pop(key, None)
 
     def _entry(self, plane: Tensor) -> tuple[int, Tensor]:
         storage = plane.untyped_storage()
         width = plane.element_size()
         count = storage.nbytes() // width
-        entry = self._entries.get(storage._cdata)
+        entry = self.entries.get(storage._cdata)
         if entry is None or (entry[1] == width and entry[2].numel() < count):
             ids = torch.zeros(count, dtype=torch.int32, device=plane.device)
             if entry is not None:  # the storage was resized
                 ids[: entry[2].numel()] = entry[2]
             self._sweep()
-            entry = self._entries[storage._cdata] = (StorageWeakRef(storage), width, ids)
+            entry = self.entries[storage._cdata] = (StorageWeakRef(storage), width, ids)
         return entry[1], entry[2]
 
     def _sweep(self) -> None:
-        if len(self._entries) < self._sweep_at:
+        if len(self.entries) < self._sweep_at:
             return
-        for key in [key for key, (reference, _, _) in self._entries.items() if reference.expired()]:
-            del self._entries[key]
-        self._sweep_at = len(self._entries) + _SWEEP
+        for key in [key for key, (reference, _, _) in self.entries.items() if reference.expired()]:
+            del self.entries[key]
+        self._sweep_at = len(self.entries) + _SWEEP
 
 
 def _like(ids: Tensor, plane: Tensor) -> Tensor:

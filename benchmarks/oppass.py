@@ -1,0 +1,101 @@
+"""What the op pass costs: the flow of nonfinite values through a whole step, on a GPT-2-like model and on tiny tensors.
+
+Pairs within one process, as in overhead.py. The tiny model's figures are microseconds an op, the recorder's start and
+end included; an empty dispatch mode beside it says what PyTorch itself takes for calling back into Python.
+
+    python benchmarks/oppass.py [--pairs 15] [--out benchmarks/results/oppass-cpu.csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from overhead import language_model, pair, row, surroundings
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nantrace.flow.recorder import OpRecorder
+
+
+class EmptyMode(TorchDispatchMode):
+    """Calls every op and does nothing else."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def step_rows(pairs: int) -> Iterator[dict[str, Any]]:
+    model, optimizer, step = language_model("cpu")
+    for _ in range(2):
+        step()
+    ratios = []
+    for _ in range(pairs):
+        outside, inside = pair("cpu", lambda m, o: OpRecorder(m, optimizer=o), model, optimizer, step)
+        ratios.append(inside / outside)
+    yield row("op pass, GPT-2-like step", "ratio", ratios)
+
+
+def op_rows(pairs: int) -> Iterator[dict[str, Any]]:
+    """A model of 60 modules on 4 x 8 elements, with AdamW parameter by parameter: about 1,200 ops a step."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8)) for _ in range(20)]
+    model = torch.nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    x = torch.randn(4, 8)
+
+    def step() -> None:
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def recorded() -> OpRecorder:
+        with OpRecorder(model, x, optimizer=optimizer) as recorder:
+            step()
+        return recorder
+
+    def in_empty_mode() -> None:
+        with EmptyMode():
+            step()
+
+    step()
+    ops = recorded().time
+    figures: dict[str, list[float]] = {"op pass, tiny tensors": [], "empty dispatch mode, tiny tensors": []}
+    for _ in range(pairs * 2):
+        bare = _seconds(step)
+        figures["op pass, tiny tensors"].append((_seconds(recorded) - bare) / ops * 1e6)
+        figures["empty dispatch mode, tiny tensors"].append((_seconds(in_empty_mode) - bare) / ops * 1e6)
+    torch.set_num_threads(threads)
+    for name, values in figures.items():
+        yield row(name, "us an op", values)
+
+
+def _seconds(do: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    do()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oppass-cpu.csv")
+    arguments = parser.parse_args()
+    measured = [*op_rows(arguments.pairs), *step_rows(arguments.pairs)]
+    rows = [{**each, **surroundings("cpu")} for each in measured]
+    for each in rows:
+        print("{name:44} {p20:9.3f} {p50:9.3f} {p80:9.3f} {unit}".format(**each))
+    with open(arguments.out, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
