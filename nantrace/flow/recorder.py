@@ -330,7 +330,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _written_unannounced(self, call: Call) -> list[tuple[Argument, Tensor]]:
         """Inputs holding nonfinite elements that nobody was seen writing: the kernel did, against its schema."""
-        announced = {id(a.tensor) for a in call.written()}
+        announced = {id(a.tensor) for a in call.written}
         others = [a for a in call.arguments if id(a.tensor) not in announced]
         return [(a, plane) for a in others for plane in self._memory.written_by_nobody(a.tensor)]
 
