@@ -143,6 +143,12 @@ def test_a_zero_that_was_not_counted_is_read_off_the_range_or_left_open() -> Non
     assert explained(dataclasses.replace(division, operands=(one, straddling))).cause == "unknown"
 
 
+def test_a_deviation_of_two_elements_is_not_blamed_on_their_number() -> None:
+    pair = Operand("self", "float32", (2,), 0, 1, 0, 1.0, 1.0, zero=0)
+    found = explained(event(op="aten.std", kind="nan", nan=1, posinf=0, shape=(), operands=(pair,)))
+    assert found.cause == "inf_minus_inf" and "held 1 +inf" in " ".join(found.evidence)
+
+
 def test_an_inplace_list_op_is_explained_like_the_op_itself() -> None:
     top = Operand("self[3]", "float32", (2,), 0, 0, 0, 1.0, 1.0)
     bottom = Operand("other[3]", "float32", (2,), 0, 0, 0, 0.0, 3.0, zero=1)

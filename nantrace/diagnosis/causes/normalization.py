@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nantrace.diagnosis.causes.arithmetic import beyond_bound, met_infinity
 from nantrace.diagnosis.causes.checks import in_wider, locate
-from nantrace.diagnosis.causes.dtypes import largest, rounds_to_zero
+from nantrace.diagnosis.causes.dtypes import rounds_to_zero
 from nantrace.diagnosis.causes.reading import all_finite, argument, elements, has_inf, number, operation, parents, power
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import figure, label, limit, outcome, place, plural, read, spot
@@ -20,7 +20,7 @@ def normalization(lineage: Lineage, event: OpEvent) -> Explanation | None:
         fact = f"{place(event)} subtracts the mean: with an infinity among the elements that is inf - inf."
         return met_infinity(event, "inf_minus_inf", fact, operand)
     eps = number(event, "eps", "epsilon")
-    if eps is not None and all_finite(event) and _lost(eps, event.dtype):
+    if eps is not None and all_finite(event) and rounds_to_zero(eps, event.dtype):
         return _eps_too_small(event, event.dtype, eps, operand, "")
     return beyond_bound(event, None, "", operand) if event.kind == "inf" else None
 
@@ -31,7 +31,7 @@ def normalization_backward(lineage: Lineage, event: OpEvent) -> Explanation | No
     if not has_inf(saved) or saved is None:
         return beyond_bound(event, None, "", *event.operands[:3]) if event.kind == "inf" else None
     eps = next((number(parent, "eps") for parent in parents(lineage, event) if "norm" in operation(parent)), None)
-    if eps is not None and not _lost(eps, saved.dtype):
+    if eps is not None and not rounds_to_zero(eps, saved.dtype):
         return None
     held = (
         f"{place(event)} read {label(saved)} = 1 / sqrt(var + eps) from the forward; "
@@ -40,22 +40,14 @@ def normalization_backward(lineage: Lineage, event: OpEvent) -> Explanation | No
     return _eps_too_small(event, saved.dtype, eps, argument(event, "input"), held)
 
 
-def _lost(eps: float, dtype: str) -> bool:
-    """Whether 1 / sqrt(eps) is beyond the dtype, or eps itself is 0 in it."""
-    top = largest(dtype)
-    if top is None or eps < 0:
-        return False
-    return rounds_to_zero(eps, dtype) or power(eps, -0.5) > top
-
-
 def _eps_too_small(event: OpEvent, dtype: str, eps: float | None, operand: Operand | None, held: str) -> Explanation:
     if eps is None:
         fact = f"Where the variance is 0, 1 / sqrt(eps) went above {limit(dtype)}; eps itself was not recorded."
     elif eps == 0:
         fact = "eps is 0, so an input without variance divides by 0."
     else:
-        fact = f"eps is {figure(eps)}; where the variance is 0, 1 / sqrt(eps) is {figure(power(eps, -0.5))}, "
-        fact += f"above {limit(dtype)}." if not rounds_to_zero(eps, dtype) else f"and eps itself is 0 in {dtype}."
+        fact = f"eps is {figure(eps)}, which is 0 in {dtype}; where the variance is 0, 1 / sqrt(eps) is "
+        fact += f"{figure(power(eps, -0.5))}, against {limit(dtype)}."
     known = (read(operand),) if operand is not None else ()
     advice = (
         f"Set eps = 1e-5 in {spot(event)} and see whether the step stays finite.",
