@@ -150,7 +150,18 @@ class _Case:
         if self._born_of_updates(event):
             self.evidence.append("With every update undone the value is not born: the updates before it made it.")
             return "update"
+        if self._works_on_weights(event, hit.sink):
+            return "update"
         return _STAGES.get(event.phase)
+
+    def _works_on_weights(self, event: OpEvent, sink: Sink) -> bool:
+        """Whether code outside the model computed the value for the parameters alone: an average, a projection.
+
+        Such an op need not touch a parameter itself; what it made went into one without passing through a loss.
+        """
+        way = self.roots.path(event.id, sink)
+        outside = event.phase == "loss" and not event.carries_grad
+        return outside and bool(way) and way[-1].phase == "update" and all(e.phase in ("loss", "update") for e in way)
 
     def _born_of_updates(self, event: OpEvent) -> bool:
         """Whether the value is born because of updates made in this run; a frozen replay tells."""
