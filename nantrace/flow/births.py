@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nantrace.flow.calls import Argument, Call
 from nantrace.flow.externals import Externals
-from nantrace.flow.values import Masks, Scanner, Summary, dtype_name, planes, storage_key, summarize
+from nantrace.flow.values import FLOATS, INTEGERS, Masks, Scanner, Summary, dtype_name, planes, storage_key, summarize
 from nantrace.lineage import Kind, Operand
 
 #: An argument that an in-place op overwrites is kept up to this many elements; of larger ones only the extent is.
@@ -65,14 +65,26 @@ def operands(call: Call, index: int, externals: Externals) -> tuple[Operand, ...
         if other or not call.reads(argument):
             continue
         before = call.kept.get(id(argument.tensor), argument.tensor)
-        for plane in (before,) if isinstance(before, Summary) else planes(before):
-            summary = plane if isinstance(plane, Summary) else summarize(plane)
+        for summary in (before,) if isinstance(before, Summary) else _summaries(before):
             external = externals.get(storage_key(argument.tensor))
             name = _argument_name(call, argument)
             found.append(Operand(name=name, tensor=external.name if external else None, **vars(summary)))
         if len(found) >= _DESCRIBED:
             break
     return tuple(found)
+
+
+def _summaries(tensor: Tensor) -> tuple[Summary, ...]:
+    """Of each plane; of an empty tensor that there is nothing in it; of integers and booleans their extent."""
+    if tensor.layout is not torch.strided or (tensor.dtype in FLOATS and tensor.numel()):
+        return tuple(summarize(plane) for plane in planes(tensor))
+    name, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    if not tensor.numel():
+        return (Summary(name, shape, zero=0),)
+    if tensor.dtype not in INTEGERS or tensor.is_meta:
+        return ()
+    low, high = (int(end) for end in torch.aminmax(tensor))
+    return (Summary(name, shape, min=low, max=high, zero=int((tensor == 0).sum())),)
 
 
 def _argument_name(call: Call, argument: Argument) -> str:

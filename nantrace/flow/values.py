@@ -20,6 +20,7 @@ from nantrace.stats.host import extent_output
 FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
+INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 #: Those that every statistic takes as they are.
 PLAIN_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -46,11 +47,11 @@ def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor
     no memory and holds zeros: nothing to read, nothing to count.
     """
     if type(tensor) in _PLAIN:
-        if tensor.is_cpu and tensor.layout is _STRIDED and tensor.dtype in FLOATS and not tensor.is_nested:
-            if not _is_wrapped(tensor):  # functorch's wrappers have no storage to ask
-                if tensor._is_zerotensor() or not tensor.untyped_storage().nbytes() or not tensor.numel():
-                    return ()
-                return (tensor,)
+        plain = tensor.is_cpu and tensor.layout is _STRIDED and tensor.dtype in FLOATS and not tensor.is_nested
+        if plain and not _is_wrapped(tensor):  # functorch's wrappers have no storage to ask
+            if tensor._is_zerotensor() or not tensor.untyped_storage().nbytes() or not tensor.numel():
+                return ()
+            return (tensor,)
     else:
         tensor = getattr(tensor, "_local_tensor", tensor)  # DTensor: this rank's shard
     if tensor.dtype not in FLOATS:
