@@ -71,6 +71,11 @@ def trace(
     """
     from nantrace.capture.tracer import Tracer
 
+    observers = []
+    if capture is not None:
+        from nantrace.replay.captured import StepCapture
+
+        observers.append(StepCapture(model, optimizer, scaler, batch, capture))
     return Tracer(
         model,
         path=path,
@@ -84,6 +89,7 @@ def trace(
         overwrite=overwrite,
         stats=stats,
         judge=_judge(path),
+        observers=observers,
         ops=_Ops(model, batch, optimizer, scaler) if ops else None,
     )
 

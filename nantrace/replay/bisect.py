@@ -71,7 +71,8 @@ def bisect(
     from nantrace.replay.captured import applied
 
     with applied(step, capture) as captured:
-        verdict = _bisect(Replays(step, max_replays, progress), depth, anomaly, path)
+        assert captured.step is not None
+        verdict = _bisect(Replays(captured.step, max_replays, progress), depth, anomaly, path)
     return captured.judged(verdict)
 
 

@@ -1,0 +1,187 @@
+"""Captured steps: what is kept, when it is written, how it is replayed, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nantrace
+from nantrace.errors import CaptureError, NantraceWarning
+from nantrace.replay.captured import read, recovery
+from nantrace.replay.snapshot import Snapshot
+from nantrace.replay.step import Step
+
+
+class Log(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.detach().amin()).log()
+
+
+def build(layer: nn.Module | None = None, width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), layer or Log(), nn.Dropout(), nn.BatchNorm1d(width))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(batch["x"]).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(3))}
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
+    return Step(lambda m, b: train(m, b, optimizer), model, batch, optimizer=optimizer)
+
+
+@pytest.fixture
+def captured(tmp_path: Path, batch: dict[str, Tensor]) -> Path:
+    """A step whose batch and Adam state are those of the failing step, captured in training."""
+    model, optimizer = build()
+    path = tmp_path / "step.capture"
+    with nantrace.trace(model, optimizer=optimizer, batch=batch, capture=path, on_nonfinite="ignore"):
+        train(model, batch, optimizer)
+    return path
+
+
+def test_the_state_before_the_step_is_in_the_file(captured: Path, batch: dict[str, Tensor]) -> None:
+    kept = read(captured).kept
+    model, _ = build()
+    assert torch.equal(kept["parameters"]["0.weight"], model[0].weight)
+    assert kept["buffers"]["3.num_batches_tracked"].item() == 0
+    assert torch.equal(kept["batch"]["x"], batch["x"])
+    assert "log" in kept["manifest"]["fault"] or "nonfinite" in kept["manifest"]["fault"]
+    assert not list(captured.parent.glob("*.partial"))
+
+
+def test_a_finite_step_writes_no_file(tmp_path: Path, batch: dict[str, Tensor]) -> None:
+    model, optimizer = build(nn.Tanh())
+    path = tmp_path / "step.capture"
+    with nantrace.trace(model, optimizer=optimizer, batch=batch, capture=path):
+        train(model, batch, optimizer)
+    assert not path.exists()
+
+
+def test_a_capture_is_replayed_in_place_of_the_present_state(captured: Path, batch: dict[str, Tensor]) -> None:
+    model, optimizer = build()
+    train(model, {"x": torch.full((6, 4), torch.nan)}, optimizer)  # the present state is ruined, differently
+    step = step_of(model, optimizer, {"x": torch.zeros(2, 4)})
+    before = Snapshot(step)
+    verdict = nantrace.bisect(step, capture=captured)
+    assert before.differences() == ()
+    assert verdict.origin is not None and not any("raised" in sentence for sentence in verdict.evidence)
+    assert (verdict.status, verdict.origin.op, verdict.origin.output.shape) == ("fault", "aten.log", (6, 4))
+
+
+def test_a_capture_that_does_not_fail_again_is_not_reproduced(captured: Path, batch: dict[str, Tensor]) -> None:
+    model, optimizer = build(nn.Tanh())
+    verdict = nantrace.bisect(step_of(model, optimizer, batch), capture=captured)
+    assert verdict.status == "not_reproduced"
+    assert "The captured step failed" in verdict.evidence[0] and "stayed finite" in verdict.evidence[0]
+
+
+def test_the_capture_of_another_model_is_refused_with_what_does_not_match(
+    captured: Path, batch: dict[str, Tensor]
+) -> None:
+    model, optimizer = build(width=5)
+    with pytest.raises(
+        CaptureError, match=r"another model: 0\.weight is float32 \[4, 4\], in the model float32 \[5, 4\]"
+    ):
+        nantrace.bisect(step_of(model, optimizer, batch), capture=captured)
+    other = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)])
+    with pytest.raises(CaptureError, match=r"and \d+ more\. Give the model"):
+        nantrace.bisect(lambda m, b: None, other, batch, capture=captured)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return (exec, ("raise SystemExit('ran')",))
+
+
+def _hostile(path: Path) -> None:
+    torch.save({"format": "nantrace capture", "version": 1, "manifest": Hostile()}, path)
+
+
+def _pickled(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Hostile()))
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_hostile, "not a captured step that can be read safely"),
+        (_pickled, "not a captured step that can be read safely"),
+        (lambda path: path.write_bytes(b"\x00garbage"), "not a captured step that can be read safely"),
+        (lambda path: path.write_bytes(b""), "not a captured step that can be read safely"),
+        (lambda path: torch.save({"x": 1}, path), "is no captured step of nantrace"),
+        (lambda path: torch.save(torch.ones(1), path), "is no captured step of nantrace"),
+        (lambda path: torch.save({"format": "nantrace capture", "version": 9}, path), "has version 9"),
+        (
+            lambda path: torch.save({"format": "nantrace capture", "version": 1}, path),
+            "is damaged: parameters, buffers",
+        ),
+        (lambda path: None, "There is no file"),
+    ],
+)
+def test_a_hostile_or_foreign_file_is_refused_in_one_sentence(
+    tmp_path: Path, write: Callable[[Path], None], message: str
+) -> None:
+    path = tmp_path / "bad.capture"
+    write(path)
+    with pytest.raises(CaptureError, match=message) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_state_is_refused_and_the_present_one_stays(captured: Path, batch: dict[str, Tensor]) -> None:
+    kept = dict(read(captured).kept)
+    model, optimizer = build()
+    step = step_of(model, optimizer, batch)
+    for table, value in [
+        ("optimizers", [{"state": 3, "param_groups": []}]),
+        ("random", {"torch's CPU generator": torch.ones(3)}),
+        ("settings", {"number of threads": 10**9}),
+    ]:
+        torch.save({**kept, table: value}, captured)
+        before = Snapshot(step)
+        with pytest.raises(CaptureError):
+            nantrace.bisect(step, capture=captured)
+        assert before.differences() == ()
+
+
+def test_the_four_goals_say_what_is_present_and_what_is_missing(tmp_path: Path, captured: Path) -> None:
+    forward, backward, update, trajectory = recovery(captured)
+    assert "missing" not in forward + backward + update
+    assert (
+        trajectory
+        == "The trajectory before it: present are nothing of earlier steps; missing: earlier states and batches."
+    )
+    model, optimizer = build()
+    bare = tmp_path / "bare.capture"
+    with nantrace.trace(model, capture=bare, on_nonfinite="ignore"):
+        train(model, {"x": torch.ones(6, 4)}, optimizer)
+    assert "missing: the batch, the optimizer's state" in recovery(bare)[2]
+
+
+def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(
+    tmp_path: Path, batch: dict[str, Tensor]
+) -> None:
+    model, optimizer = build()
+    path = tmp_path / "nowhere" / "step.capture"
+    with (
+        pytest.warns(NantraceWarning, match="the step at fault was not captured"),
+        nantrace.trace(model, batch=batch, capture=path, on_nonfinite="ignore"),
+    ):
+        train(model, batch, optimizer)
