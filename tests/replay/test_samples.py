@@ -1,0 +1,83 @@
+"""The smallest failing batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nantrace.errors import ReplayError
+from nantrace.replay.samples import _reduced, sliced, smallest_failing_batch
+from nantrace.replay.snapshot import Snapshot
+from nantrace.replay.step import Step
+
+
+def run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = (model(batch["x"]).squeeze(1).exp() * batch["weight"]).mean()
+    loss.backward()
+    return loss
+
+
+def step_of(x: Tensor) -> Step:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    return Step(run, model, {"x": x, "weight": torch.ones(len(x)), "scale": torch.ones(3)})
+
+
+def test_the_one_sample_that_overflows_is_found_and_the_state_comes_back() -> None:
+    x = torch.randn(16, 2)
+    x[11] = 500.0
+    step = step_of(x)
+    before = Snapshot(step)
+    found = smallest_failing_batch(step)
+    assert (found.indices, found.size, found.minimal) == ((11,), 16, True)
+    assert "Not bit-exact" in str(found)
+    assert before.differences() == ()
+
+
+def test_when_the_replays_run_out_it_says_so() -> None:
+    x = torch.randn(64, 2)
+    x[40] = 500.0
+    found = smallest_failing_batch(step_of(x), max_replays=4)
+    assert 40 in found.indices and not found.minimal and found.replays == 4
+    assert "the replays ran out" in str(found)
+
+
+def test_a_step_that_does_not_fail_or_has_no_batch_is_refused() -> None:
+    with pytest.raises(ReplayError, match="does not fail with its 4 samples"):
+        smallest_failing_batch(step_of(torch.zeros(4, 2)))
+    with pytest.raises(ReplayError, match="has no batch with two or more samples"):
+        smallest_failing_batch(Step(lambda: None, nn.Linear(1, 1)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
+def test_exactly_the_samples_that_fail_together_are_left(given_: tuple[int, set[int]]) -> None:
+    size, culprits = given_
+    found, minimal = _reduced(list(range(size)), lambda chosen: culprits <= set(chosen), lambda: True)
+    assert (set(found), minimal) == (culprits, True)
+
+
+@dataclass
+class Record:
+    x: Tensor
+    note: str
+
+
+class Closed:
+    def __init__(self) -> None:
+        self.x = torch.zeros(3)
+
+
+def test_nested_batches_are_sliced_and_closed_objects_refused() -> None:
+    batch = {"a": (torch.arange(3), [torch.zeros(2)]), "r": Record(torch.arange(3), "n"), "s": "text"}
+    out = sliced(batch, 3, [0, 2])
+    assert out["a"][0].tolist() == [0, 2] and out["a"][1][0].shape == (2,)
+    assert out["r"].x.tolist() == [0, 2] and batch["r"].x.shape == (3,)
+    with pytest.raises(ReplayError, match="in a Closed, which cannot be sliced"):
+        sliced({"c": Closed()}, 3, [0])
