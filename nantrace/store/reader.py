@@ -6,6 +6,7 @@ Values come through HDF5's own types; nothing is ever unpickled. The format is s
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any
@@ -304,7 +305,7 @@ def _site(row: tuple[int, ...], number: int, names: dict[int, str]) -> Site:
         role=_member(Role, role, what),
         slot=_required(names, slot, what),
         dtype=_required(names, dtype, what),
-        shape=_shape(_required(names, shape, what), what),
+        shape=_shape(_required(names, shape, what)),
         op=_text(names, op, what),
         node=_text(names, node, what),
         where=_text(names, where, what),
@@ -319,10 +320,11 @@ def _member(kind: Any, value: int, what: str) -> Any:
         raise _Refused(f"has {what} in {label} {value}, which this version does not know: update nantrace") from None
 
 
-def _shape(text: str, what: str) -> tuple[int, ...]:
+@functools.lru_cache(4096)  # a trace has many sites and few shapes
+def _shape(text: str) -> tuple[int, ...]:
     shape = from_json(text)
     if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
-        raise _Refused(f"has {what} of shape {text!r:.40}: it is damaged, trace the step again")
+        raise _Refused(f"has a site of shape {text!r:.40}: it is damaged, trace the step again")
     return shape
 
 
