@@ -6,11 +6,14 @@ Exit codes: 0 done; 1 with `--exit-code` and a fault; 2 usage; 3 a `NantraceErro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from nantrace.diagnosis.verdict import Verdict
     from nantrace.events import Trace
     from nantrace.render.report import Report
+    from nantrace.replay.step import Step
 
 _FAULT, _ERROR = 1, 3
 _NARROW, _WIDE = 60, 120  # columns of text, whatever the terminal's
@@ -68,7 +72,10 @@ def info(trace: str) -> None:
 @click.option("--depth", type=click.Choice(["module", "op"]), default="op", show_default=True, help="How far down.")
 @click.option("--max-replays", type=click.IntRange(1), default=20, show_default=True, help="How often to run the step.")
 @click.option("--anomaly", is_flag=True, help="Also ask torch.autograd.detect_anomaly where it can help.")
-@click.option("-o", "--output", type=click.Path(), help="Write the trace of the last replay.")
+@click.option("--samples", is_flag=True, help="Also find the fewest samples of the batch that fail (not bit-exact).")
+@click.option("--reproducer", metavar="DIR", type=click.Path(), help="Write the op with its inputs as a script.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done; the step is not run.")
+@click.option("-o", "--output", type=click.Path(), help="Write a trace of the failing step.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the step is at fault.")
 def bisect(
@@ -78,6 +85,9 @@ def bisect(
     depth: str,
     max_replays: int,
     anomaly: bool,
+    samples: bool,
+    reproducer: str | None,
+    dry_run: bool,
     output: str | None,
     as_json: bool,
     exit_code: bool,
@@ -91,8 +101,12 @@ def bisect(
     from nantrace.api import report as make_report
     from nantrace.replay.step import load_target
 
+    again = _Again(target, arguments, capture)
     with _errors():
         step = load_target(target, arguments)
+        if dry_run:
+            _plan(step, again)
+            return
         verdict = run_bisect(
             step,
             capture=capture,
@@ -100,10 +114,83 @@ def bisect(
             anomaly=anomaly,
             max_replays=max_replays,
             path=output,
-            progress=lambda line: click.echo(line, err=True),
+            progress=_progress,
         )
-    _show(make_report(verdict), None, as_json)
+        more = _more(step, verdict, capture, samples, reproducer)
+    command = _next_command(verdict, again, output, more, max_replays)
+    if as_json:
+        found = {**make_report(verdict).to_dict(), **{name: value for name, (value, _) in more.items()}}
+        click.echo(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        click.echo(_text(None, verdict))
+        for _, sentence in more.values():
+            click.echo(f"\n{sentence}")
+    click.echo(f"Next: {command}", err=as_json)
     _finish(verdict, exit_code)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """How bisect was called, to be called again."""
+
+    target: str
+    arguments: tuple[str, ...]
+    capture: str | None
+
+    def command(self, *options: str) -> str:
+        given = ["--capture", self.capture] if self.capture else []
+        script = ["--", *self.arguments] if self.arguments else []
+        return shlex.join(["nantrace", "bisect", self.target, *given, *options, *script])
+
+
+def _progress(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _plan(step: Step, again: _Again) -> None:
+    from nantrace.replay.plan import plan
+
+    for sentence in plan(step, again.capture):
+        click.echo(sentence)
+    click.echo(f"Next: {again.command()}")
+
+
+def _more(
+    step: Step, verdict: Verdict, capture: str | None, samples: bool, reproducer: str | None
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """What was asked for beyond the verdict, as JSON and as a sentence."""
+    if not samples and reproducer is None:
+        return {}
+    from nantrace.replay.captured import applied
+    from nantrace.replay.reproducer import write_reproducer
+    from nantrace.replay.samples import smallest_failing_batch
+
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    with contextlib.ExitStack() as exits:
+        if capture is not None:
+            step = exits.enter_context(applied(step, capture)).step or step
+        if samples and verdict.status != "clean":
+            fewest = smallest_failing_batch(step, progress=_progress)
+            found["samples"] = (dataclasses.asdict(fewest), str(fewest))
+        if reproducer is not None:
+            made = write_reproducer(reproducer, step, verdict)
+            plain = {"script": str(made.script), "verified": made.verified, "said": made.said}
+            found["reproducer"] = (plain, str(made))
+    return found
+
+
+def _next_command(
+    verdict: Verdict, again: _Again, output: str | None, more: dict[str, tuple[dict[str, Any], str]], most: int
+) -> str:
+    if verdict.status == "inconclusive" and verdict.replays >= most:
+        return again.command("--max-replays", str(4 * most))
+    if "reproducer" in more:
+        return shlex.join(["python", more["reproducer"][0]["script"]])
+    if output is not None:
+        return shlex.join(["nantrace", "report", output])
+    if verdict.status == "fault" and verdict.origin is not None and verdict.origin.op:
+        return again.command("--reproducer", "reproducer")
+    return again.command("-o", "step.h5")
 
 
 @contextlib.contextmanager
