@@ -114,13 +114,13 @@ class Whereabouts:
     def forget(self) -> None:
         self.stack.clear()
 
-    def link(self, op: str, number: int, task: int, args: Sequence[Any]) -> None:
+    def link(self, op: str, number: int, task: int, args: Sequence[Any], time: int) -> None:
         """Autograd numbered a node since the last op: remember where its forward op ran."""
         if task >= 0 and not torch.is_grad_enabled():
             return
         differentiable = torch.is_grad_enabled() and _any_requires_grad(args)
         here = self._find(task, lambda: differentiable, (), None)
-        self.links.assign(number, Link(here.module, here.line, op), differentiable)
+        self.links.assign(number, Link(here.module, here.line, op), differentiable, time)
 
     def find(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -123,22 +123,29 @@ class Links:
         self.last = sequence_number()
         self._previous: Link | None = None
         self._wrote_into_view = False
+        self._taken_before = (-1, range(0))  # when an op found numbers below its own, and which
 
     def get(self, number: int) -> Link | None:
         return self._links.get(number)
 
-    def assign(self, number: int, link: Link, differentiable: bool) -> None:
-        """Numbers up to `number` were taken since the last op; `link` is the op being dispatched."""
+    def assign(self, number: int, link: Link, differentiable: bool, time: int) -> None:
+        """Numbers up to `number` were taken since the last op; `link` is the op being dispatched, the `time`-th."""
         earlier = self._previous if self._wrote_into_view and self._previous is not None else link
-        for between in range(max(self.last + 1, number - _REACH), number):
-            self._links.setdefault(between, earlier)
+        between = range(max(self.last + 1, number - _REACH), number)
+        for taken in between:
+            self._links.setdefault(taken, earlier)
+        self._taken_before = (time, range(0) if self._wrote_into_view else between)
         if self._wrote_into_view and not differentiable:
             link = earlier
         self._links[number] = self._previous = link
         self.last = number
 
-    def wrote(self, into_view: bool, number: int) -> None:
-        """After an op that writes: the numbers which come next are still its own if it wrote into a view."""
+    def wrote(self, op: str, into_view: bool, number: int, time: int) -> None:
+        """An op that writes owns the numbers taken before the clone right before it, and after it if into a view."""
+        cloned, taken_before = self._taken_before
+        if time == cloned + 1:
+            for taken in taken_before:
+                self._links[taken] = replace(self._links[taken], op=op)
         self._wrote_into_view = into_view
         if into_view:
             self._previous = self._links.get(number, self._previous)

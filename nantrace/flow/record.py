@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.flow.recorder import OpRecorder
 from nantrace.lineage import Lineage
 
@@ -47,7 +48,7 @@ def record(
     """
     recorder = OpRecorder(model, batch, optimizer=optimizer, freeze=freeze, neutral=neutral, within=within)
     error: Exception | None = None
-    with torch.compiler.set_stance("force_eager"):
+    with eager_instead_of_compiled():
         try:
             with recorder:
                 recorder.returned = run()

@@ -31,7 +31,7 @@ from nantrace.flow.memory import Look, Memory, Unseen, neutralise
 from nantrace.flow.ops import OpFacts
 from nantrace.flow.rounds import Rounds
 from nantrace.flow.sinks import Sinks
-from nantrace.flow.values import FLOATS, PLAIN_FLOATS, Masks, masks, planes, readable, storage_key
+from nantrace.flow.values import FLOATS, PLAIN_FLOATS, QUANTIZED, Masks, masks, planes, readable, storage_key
 from nantrace.lineage import Lineage, OpEvent
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -218,7 +218,7 @@ class OpRecorder(TorchDispatchMode):
         task = _running_backward()
         number: int = _sequence_number() - 1
         if number > self._places.links.last:
-            self._places.link(facts.op, number, task, args)
+            self._places.link(facts.op, number, task, args, self.time)
         if facts.view:
             return None
         call = Call(facts, task, args, kwargs)
@@ -276,7 +276,7 @@ class OpRecorder(TorchDispatchMode):
         """Keep what an in-place op is about to overwrite, should its result turn out bad."""
         written = call.written
         into_view = any(a.tensor._is_view() for a in written if a.index < 0)
-        self._places.links.wrote(into_view and call.needs_grad(), number)
+        self._places.links.wrote(call.facts.op, into_view and call.needs_grad(), number, self.time)
         rounds = self._rounds
         by_hand = rounds.state == "after_backward" and call.task < 0 and not rounds.in_optimizer
         by_hand = by_hand and not self._places.stack
@@ -301,7 +301,7 @@ class OpRecorder(TorchDispatchMode):
         for index, tensor in outputs:
             if tensor.dtype in PLAIN_FLOATS and memory.wrote_plainly(tensor):
                 finite = True
-            elif tensor.dtype in FLOATS:
+            elif tensor.dtype in FLOATS or tensor.dtype in QUANTIZED:
                 for plane in planes(tensor, memory.unread):
                     if memory.wrote(plane):
                         finite = True
