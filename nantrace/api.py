@@ -5,14 +5,13 @@ Each function imports what it needs when called, so that reading a trace loads n
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Columns, Phase, Role, Site, Trace
+from nantrace.events import Site, Trace
 from nantrace.render.report import Report
 from nantrace.render.sentence import sentence
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from nantrace.capture.tracer import Tracer
-    from nantrace.lineage import Lineage, OpEvent
+    from nantrace.lineage import Lineage
     from nantrace.replay.step import Step
 
 __all__ = ["bisect", "diagnose", "load", "report", "trace"]
@@ -180,19 +179,10 @@ class _Ops:
 
     def result(self) -> tuple[Lineage, list[tuple[Site, tuple[Any, ...]]]]:
         """The lineage, and one row of a trace for each nonfinite output of an op."""
+        from nantrace.replay.written import op_row
+
         lineage = self._recorder.lineage()
-        return lineage, [_op_row(event) for event in lineage.events if event.op is not None]
-
-
-def _op_row(event: OpEvent) -> tuple[Site, tuple[Any, ...]]:
-    phase = Phase[event.phase.upper()] if event.phase is not None else Phase.FORWARD
-    site = Site(event.module, phase, Role.OP, "output", event.dtype, event.shape, event.op, event.node, event.where)
-    numel = math.prod(event.shape)
-    finite = numel - event.nan - event.posinf - event.neginf
-    low = math.nan if event.min is None else event.min
-    high = math.nan if event.max is None else event.max
-    counts = (numel, finite, event.nan, event.posinf, event.neginf)
-    return site, (*counts, low, high, math.nan, event.first_bad, 0, 0, 0, int(Columns.FIRST_BAD))
+        return lineage, [op_row(event) for event in lineage.events if event.op is not None]
 
 
 def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:
