@@ -138,9 +138,11 @@ def _by_module(replays: Replays) -> _Found:
 # ---------------------------------------------------------------------------------------------------- ops
 def _by_op(replays: Replays, first: Ends) -> _Found:
     modules = sum(1 for _ in replays.step.model.modules())
-    if modules <= MOST_MODULES or not first.failed:
+    if modules <= MOST_MODULES:
         how = f"Every op of the step was watched at once: the bound for that is {MOST_MODULES:,} modules, here are "
         return _pass(replays, None, f"{how}{modules:,}.")
+    if not first.failed:
+        return _pass(replays, None, "No end was nonfinite to narrow down from: every op of the step was watched.")
     found = _narrowed(replays, first, modules)
     if found is not None:
         return found
