@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Site, Trace
+from nantrace.events import Trace
 from nantrace.render.report import Report
 from nantrace.render.sentence import sentence
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
     from nantrace.capture.tracer import Tracer
-    from nantrace.lineage import Lineage
     from nantrace.replay.step import Step
 
 __all__ = ["bisect", "diagnose", "load", "report", "trace"]
@@ -36,7 +33,7 @@ def trace(
     batch: Any = None,
     modules: str | Sequence[str] | None = None,
     depth: int | None = None,
-    ops: bool = False,
+    ops: bool | str | Sequence[str] = False,
     on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
     capture: str | os.PathLike[str] | None = None,
     keep_steps: int | None = None,
@@ -52,7 +49,8 @@ def trace(
         batch: what the step reads, a tensor or any nesting of them; its tensors are named in the verdict.
         modules: globs on FQNs that select modules; None all.
         depth: deepest level of modules to record: 0 the model alone, None all.
-        ops: record single ops too, which is many times slower and names the op at fault.
+        ops: record single ops too, which costs more and names the op at fault: True for the whole step, or globs on
+            the FQNs of the modules whose ops are to be looked at.
         on_nonfinite: what a fault does at the end of its step: "warn", "raise" a `NonfiniteError`, or "ignore".
         capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`.
         keep_steps: hold only so many steps back, written when a step is at fault and at the end.
@@ -89,7 +87,7 @@ def trace(
         stats=stats,
         judge=_judge(path),
         observers=observers,
-        ops=_Ops(model, batch, optimizer, scaler) if ops else None,
+        ops=_live_ops(model, batch, optimizer, ops),
     )
 
 
@@ -158,31 +156,14 @@ def report(trace_or_verdict: Trace | Verdict) -> Report:
     raise TypeError(f"report got a {kind}: pass a Trace (nantrace.load(path), tracer.trace) or a Verdict.")
 
 
-class _Ops:
-    """The op recorder as a tracer wants it: entered with the first step, asked once for what it saw."""
+def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str]) -> Any:
+    """The op recorder of a trace, or None."""
+    if ops is False:
+        return None
+    from nantrace.flow.live import LiveOps
 
-    def __init__(self, model: torch.nn.Module, batch: Any, optimizer: Any, scaler: Any) -> None:
-        from nantrace.flow.recorder import OpRecorder
-
-        several = optimizer is not None and not hasattr(optimizer, "param_groups")
-        given = list(optimizer) if several else optimizer
-        self._recorder = OpRecorder(model, batch, optimizer=given)
-
-    def __enter__(self) -> _Ops:
-        self._recorder.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._recorder.__exit__(kind, error, traceback)
-
-    def result(self) -> tuple[Lineage, list[tuple[Site, tuple[Any, ...]]]]:
-        """The lineage, and one row of a trace for each nonfinite output of an op."""
-        from nantrace.replay.written import op_row
-
-        lineage = self._recorder.lineage()
-        return lineage, [op_row(event) for event in lineage.events if event.op is not None]
+    globs = None if ops is True else [ops] if isinstance(ops, str) else list(ops)
+    return LiveOps(model, batch, optimizer, globs)
 
 
 def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import nantrace
+from nantrace.events import Role
 
 
 class Unit(nn.Module):
@@ -54,6 +55,32 @@ def test_with_ops_the_verdict_names_the_op_its_node_and_the_users_line(tmp_path:
     assert origin.where is not None and origin.where.startswith("test_api.py")
     marked = [line for line in str(report).split("\n") if line.startswith(">")]
     assert len(marked) == 1 and "aten.div" in marked[0]
+
+
+def test_rows_of_ops_stand_in_order_of_execution_in_the_step_that_made_them() -> None:
+    model, x = build()
+    healthy = x.clone()
+    healthy[1] = 1.0
+    with nantrace.trace(model, ops=True, on_nonfinite="ignore") as tracer:
+        for batch in (healthy, x, healthy):
+            train(model, batch)
+            tracer.mark_step()
+    trace = tracer.trace
+    rows = [(int(event["step"]), int(event["seq"])) for event in trace.events if trace.site(event).role == Role.OP]
+    assert rows
+    assert {step for step, _ in rows[:1]} == {1}
+    last_of_step = [int(trace.events["seq"][trace.events["step"] == step].max()) for step in (0, 1)]
+    assert last_of_step[0] < rows[0][1] < last_of_step[1]
+
+
+def test_ops_can_be_asked_for_in_some_modules_only() -> None:
+    for globs, op in (("1", "aten.div"), (["0"], None)):
+        model, x = build()
+        with nantrace.trace(model, batch={"x": x}, ops=globs, on_nonfinite="ignore") as tracer:
+            train(model, x)
+        origin = nantrace.diagnose(tracer.trace).origin
+        assert origin is not None
+        assert origin.op == op or (op is None and origin.where is None)
 
 
 def test_ops_leave_the_step_as_it_is_and_the_model_untouched() -> None:

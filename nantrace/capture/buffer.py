@@ -96,6 +96,13 @@ class Buffer:
         self.sites.append(site)
         return len(self.sites) - 1
 
+    def number_of(self, site: Site) -> int:
+        """Row of the site in the site table; a new one is added."""
+        number = self._numbers.get(site)
+        if number is None:
+            number = self._numbers[site] = self.add_site(site)
+        return number
+
     def relabel(self, begin: int, end: int, phase: Phase) -> None:
         """Give the rows from `begin` up to `end` another phase."""
         for index in range(begin, end):

@@ -53,11 +53,18 @@ class StepObserver(Protocol):
         """`trace` holds this step alone; `verdict` is None when nothing in it was nonfinite."""
 
 
-class OpRecorder(contextlib.AbstractContextManager[Any], Protocol):
-    """Records ops while it is entered. It is entered after the first step has begun and left before the last ends."""
+class OpRecorder(Protocol):
+    """Records ops from the time the first step has begun until before the last ends."""
 
-    def result(self) -> tuple[Lineage, Sequence[tuple[Site, tuple[Any, ...]]]]:
-        """The flow of nonfinite values, and a row a nonfinite op output; asked once, after it was left."""
+    def begin(self, observe: Callable[[Site, tuple[Any, ...]], None]) -> None:
+        """Start, and hand a row to `observe` for each nonfinite output of an op."""
+
+    def end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def lineage(self) -> Lineage:
+        """The flow of nonfinite values; asked once, after the end."""
 
 
 class Tracer:
@@ -163,7 +170,7 @@ class Tracer:
     ) -> None:
         try:
             if self._ops is not None:
-                self._ops.__exit__(kind, error, traceback)
+                self._ops.end(kind, error, traceback)
             self._attempt(self._finish)
         finally:
             self._stop()
@@ -244,14 +251,14 @@ class Tracer:
         steps.active = steps.calls.active = steps.gradients.active = True
         self._attempt(steps.open)
         if self._ops is not None:
-            self._ops.__enter__()
+            self._ops.begin(self._observe_op)
+
+    def _observe_op(self, site: Site, numbers: tuple[Any, ...]) -> None:
+        self._buffer.rows.append((self._buffer.number_of(site), 0, numbers))
 
     def _finish(self) -> None:
-        rows: Sequence[tuple[Site, tuple[Any, ...]]] = ()
         if self._ops is not None:
-            self._lineage, rows = self._ops.result()
-        for site, numbers in rows:
-            self._buffer.rows.append((self._buffer.add_site(site), 0, numbers))
+            self._lineage = self._ops.lineage()
         self._steps.end()
         self._finished.release(self._buffer.sites)
         if self._writer is not None and self._lineage is not None:

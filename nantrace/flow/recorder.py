@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -39,19 +38,6 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _running_backward = torch._C._current_graph_task_id
 
 
-@dataclass(frozen=True)
-class SeenOp:
-    """What `on_op` is told with each floating output of each op."""
-
-    time: int
-    op: str
-    phase: str
-    module: str | None
-    node: str | None
-    where: str | None
-    output: int
-
-
 class OpRecorder(TorchDispatchMode):
     """Records the flow of nonfinite values through everything that runs inside it on this thread.
 
@@ -64,7 +50,7 @@ class OpRecorder(TorchDispatchMode):
         within: called with (module, phase); where it answers False, an op whose inputs are finite is not looked at.
             What is lost there: births are found only when somebody else reads or keeps the value, as external events
             of category "unobserved" that name the op, without operands or line.
-        on_op: told about each floating output of each op, for a trace of every op. Called under no dispatch mode.
+        on_event: told about each nonfinite output of an op, in order of execution.
 
     Attributes:
         time: ops dispatched so far.
@@ -86,14 +72,14 @@ class OpRecorder(TorchDispatchMode):
         freeze: bool = False,
         neutral: frozenset[int] = frozenset(),
         within: Callable[[str | None, str], bool] | None = None,
-        on_op: Callable[[SeenOp, Tensor], None] | None = None,
+        on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
         super().__init__()
         self.time = 0
         self.failure: Exception | None = None
         self.returned: Any = None
         self._result = Lineage()
-        self._neutral, self._within, self._on_op = neutral, within, on_op
+        self._neutral, self._within, self._on_event = neutral, within, on_event
         self._paused = True
         self._facts: dict[Any, OpFacts] = {}
         self._memory, self._host = Memory(self._external), HostReads()
@@ -315,8 +301,6 @@ class OpRecorder(TorchDispatchMode):
             self._follow_host(call, outputs)
         if bad or call.bad:
             self._record(call, bad, len(outputs), finite)
-        if self._on_op is not None:
-            self._tell(call, outputs)
 
     def _leave(self, call: Call, out: Any) -> bool:
         """Outside the region, finite inputs are taken to give finite outputs: note who wrote them, look at nothing."""
@@ -401,6 +385,8 @@ class OpRecorder(TorchDispatchMode):
             event.scalars = scalars(call)
         self._result.events.append(event)
         self._memory.writers.write(plane, found.bad, event.id)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _external(self, plane: Tensor, found: Masks) -> int:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""
@@ -423,15 +409,6 @@ class OpRecorder(TorchDispatchMode):
         )
         self._result.events.append(event)
         return event.id
-
-    def _tell(self, call: Call, outputs: list[tuple[int, Tensor]]) -> None:
-        assert self._on_op is not None
-        place = self._places.find(call.task, call.needs_grad, call.arguments, call.facts)
-        for number, (_, tensor) in enumerate(outputs):
-            if tensor.dtype in FLOATS:
-                op = call.facts.op
-                seen = SeenOp(self.time, op, place.phase, place.module, place.node, place.where, number)
-                self._on_op(seen, tensor)
 
     # ------------------------------------------------------------------------------------------------ modules
     def on_module_begins(self, module: torch.nn.Module, args: Any) -> None:

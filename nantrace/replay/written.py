@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 from nantrace.capture.tracer import Tracer
 from nantrace.errors import TraceExistsError
-from nantrace.events import Columns, Phase, Role, Site
-from nantrace.lineage import Lineage, OpEvent
+from nantrace.flow.live import Observe, op_row
+from nantrace.lineage import Lineage
 from nantrace.replay.replays import Replays, called
 
 
@@ -51,28 +47,22 @@ def traced(
     return tracer
 
 
-class _Known(contextlib.AbstractContextManager[Any]):
+class _Known:
     """Stands where the tracer expects an op recorder: hands over what an earlier replay recorded."""
 
     def __init__(self, lineage: Lineage) -> None:
         self._lineage = lineage
+        self._observe: Observe | None = None
 
-    def __exit__(
+    def begin(self, observe: Observe) -> None:
+        self._observe = observe
+
+    def end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        return None
+        for event in self._lineage.events:
+            if self._observe is not None and event.op is not None:
+                self._observe(*op_row(event))
 
-    def result(self) -> tuple[Lineage, Sequence[tuple[Site, tuple[Any, ...]]]]:
-        return self._lineage, [op_row(event) for event in self._lineage.events if event.op is not None]
-
-
-def op_row(event: OpEvent) -> tuple[Site, tuple[Any, ...]]:
-    """A nonfinite op output as the site and the numbers of a trace's row."""
-    phase = Phase[event.phase.upper()] if event.phase is not None else Phase.FORWARD
-    site = Site(event.module, phase, Role.OP, "output", event.dtype, event.shape, event.op, event.node, event.where)
-    numel = math.prod(event.shape)
-    finite = numel - event.nan - event.posinf - event.neginf
-    low = math.nan if event.min is None else event.min
-    high = math.nan if event.max is None else event.max
-    counts = (numel, finite, event.nan, event.posinf, event.neginf)
-    return site, (*counts, low, high, math.nan, event.first_bad, 0, 0, 0, int(Columns.FIRST_BAD))
+    def lineage(self) -> Lineage:
+        return self._lineage

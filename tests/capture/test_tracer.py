@@ -303,20 +303,20 @@ class Ops:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def __enter__(self) -> Ops:
+    def begin(self, observe: Any) -> None:
         self.events.append("in")
-        return self
+        site = Site("", Phase.FORWARD, Role.OP, "out", "float32", (1,), op="aten.add")
+        observe(site, (1, 0, 1, 0, 0, *[float("nan")] * 3, 0, 0, 0, 0, 16))
 
-    def __exit__(self, *_: Any) -> None:
+    def end(self, *_: Any) -> None:
         self.events.append("out")
 
-    def result(self) -> Any:
-        self.events.append("result")
-        site = Site("", Phase.FORWARD, Role.OP, "out", "float32", (1,), op="aten.add")
-        return Lineage(ops=7), [(site, (1, 0, 1, 0, 0, *[float("nan")] * 3, 0, 0, 0, 0, 16))]
+    def lineage(self) -> Lineage:
+        self.events.append("lineage")
+        return Lineage(ops=7)
 
 
-def test_an_op_recorder_runs_within_and_joins_the_last_step(rows: Rows) -> None:
+def test_an_op_recorder_runs_within_and_its_rows_join_the_step(rows: Rows) -> None:
     ops = Ops()
     judged: list[int] = []
 
@@ -327,7 +327,7 @@ def test_an_op_recorder_runs_within_and_joins_the_last_step(rows: Rows) -> None:
 
     with Tracer(_model(), ops=ops, judge=judge) as tracer:
         tracer._model(torch.ones(1, 2))
-    assert ops.events == ["in", "out", "result"]
+    assert ops.events == ["in", "out", "lineage"]
     assert judged == [7]
     ((_, _, event),) = rows(tracer.trace, role="op")
     assert event["nan"] == 1
