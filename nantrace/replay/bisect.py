@@ -197,14 +197,29 @@ def _pass(replays: Replays, within: Within | None, how: str) -> _Found:
     verdict = finding.verdict
     if finding.wants is not None:
         verdict = _unfinished(verdict, "The replays ran out before this was settled.")
-    return _Found(_trusted(verdict, recording), ends, lineage, (how,))
+    return _Found(_trusted(verdict, recording, ends), ends, lineage, (how,))
 
 
-def _trusted(verdict: Verdict, recording: Recording) -> Verdict:
-    """A recorder that stopped on the way saw only part of the step."""
-    if recording.failure is None:
-        return verdict
-    return _unfinished(verdict, f"The op recorder failed on the way ({type(recording.failure).__name__}).")
+def _trusted(verdict: Verdict, recording: Recording, ends: Ends) -> Verdict:
+    """A recorder that stopped on the way, or ops on another thread: only part of the step was seen."""
+    if recording.failure is not None:
+        return _unfinished(verdict, f"The op recorder failed on the way ({type(recording.failure).__name__}).")
+    gradients = any(end.place == "gradient" for end in ends.nonfinite)
+    if gradients and not recording.lineage.backwards and verdict.cause == "bad_constant":
+        return _unfinished(
+            dataclasses.replace(
+                verdict,
+                stage=None,
+                cause=None,
+                origin=None,
+                evidence=(),
+                advice=(),
+                region=("the step's other threads",),
+            ),
+            "Gradients went nonfinite, but no backward pass ran on the step's own thread; ops of other threads cannot "
+            "be watched: run forward and backward in the thread that runs the step.",
+        )
+    return verdict
 
 
 def _unfinished(verdict: Verdict, why: str) -> Verdict:

@@ -54,24 +54,22 @@ def alike(one: Ends, other: Ends) -> bool:
 def _steady(verdict: Verdict, runs: Runs, last: Ends) -> Verdict:
     """Without probes the step does the same each time. And with them?"""
     if not alike(runs.watched, last):
-        why = (
-            "it runs compiled, and compiled arithmetic is not that of eager ops"
-            if runs.compiled
-            else "watching it takes other kernels or another path"
-        )
-        return _instead(
-            verdict,
-            "inconclusive",
-            f"Without probes the step ends alike each time ({last.in_words()}), under the op recorder otherwise "
-            f"({runs.watched.in_words()}): {why}.",
-        )
-    if runs.first.losses == last.losses == runs.watched.losses:
-        return _with(verdict, "A last replay without probes ended in the same way, with the same bits of the loss.")
-    return _with(
-        verdict,
-        "A last replay without probes ended in the same way, but not every run had the same bits of the loss"
-        f"{_because(runs)}.",
-    )
+        said = f"Without probes the step ends alike each time ({last.in_words()}), under the op recorder otherwise "
+        watched = runs.watched.error or runs.watched.in_words()
+        return _instead(verdict, "inconclusive", f"{said}({watched}){_why_probes_matter(runs)}.")
+    every = (runs.first, runs.watched, last)
+    same = "A last replay without probes ended in the same way"
+    if len({ends.losses for ends in every}) > 1 or len({ends.nonfinite for ends in every}) > 1:
+        return _with(verdict, f"{same}, but not every run had the same bits{_because(runs)}.")
+    if any("0x" in loss for loss in last.losses):
+        return _with(verdict, f"{same}, with the same bits of the loss.")
+    return _with(verdict, f"{same}, with as many nonfinite elements at each end.")  # all nan losses look alike
+
+
+def _why_probes_matter(runs: Runs) -> str:
+    if runs.compiled:
+        return ": it runs compiled, and compiled arithmetic is not that of eager ops"
+    return _because(runs) or ": watching it takes other kernels or another path"
 
 
 def _unsteady(verdict: Verdict, runs: Runs, last: Ends) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def test_a_forward_fault_is_found_confirmed_and_nothing_is_changed() -> None:
     verdict = unchanged(step, lambda: bisect(step, progress=lines.append))
     assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "forward", "log_of_zero")
     assert verdict.origin is not None and (verdict.origin.op, verdict.origin.module) == ("aten.log", "2")
-    assert "with the same bits of the loss" in said(verdict)
+    assert "ended in the same way, with as many nonfinite elements at each end" in said(verdict)
     assert verdict.replays == 3 == len(lines)
     assert lines[0].startswith("replay 1: the ends only: loss ") and "gradients nonfinite" in lines[0]
 
@@ -84,6 +85,7 @@ def test_a_backward_fault_is_found_though_every_value_of_forward_is_finite() -> 
     verdict = bisect(step_of(model_with(Root())))
     assert verdict.origin is not None
     assert (verdict.status, verdict.stage, verdict.origin.node) == ("fault", "backward", "SqrtBackward0")
+    assert "ended in the same way, with the same bits of the loss" in said(verdict)
 
 
 def test_a_finite_step_is_clean_and_needs_no_confirmation() -> None:
@@ -121,6 +123,33 @@ def test_a_step_that_fails_elsewhere_each_time_is_inconclusive() -> None:
     verdict = bisect(Step(run, model_with(nn.Tanh()), torch.randn(6, 4)))
     assert verdict.status in ("inconclusive", "not_reproduced")
     assert "ended differently" in said(verdict)
+
+
+def test_a_step_that_is_finite_only_while_its_ops_are_watched_is_not_explained_away_by_kernels() -> None:
+    calls = [0]
+
+    def run(m: nn.Module, b: Tensor) -> None:
+        calls[0] += 1
+        (m(b).mean() * (1.0 if calls[0] == 2 else float("inf"))).backward()
+
+    verdict = bisect(Step(run, model_with(nn.Tanh()), torch.randn(6, 4)))
+    assert verdict.status == "inconclusive"
+    assert "under the op recorder otherwise (all finite). It depends on state" in verdict.evidence[0]
+    assert "calls" in verdict.evidence[0] and "kernels" not in verdict.evidence[0]
+
+
+def test_a_step_that_trains_on_another_thread_is_inconclusive_as_its_ops_cannot_be_watched() -> None:
+    def train(m: nn.Module, b: Tensor) -> None:
+        m(b).mean().backward()
+
+    def run(m: nn.Module, b: Tensor) -> None:
+        thread = threading.Thread(target=train, args=(m, b))
+        thread.start()
+        thread.join()
+
+    verdict = bisect(Step(run, model_with(Log()), torch.randn(6, 4)))
+    assert verdict.status == "inconclusive"
+    assert verdict.evidence[0].startswith("Gradients went nonfinite, but no backward pass ran on the step's own thread")
 
 
 def test_a_step_that_raises_over_a_nonfinite_value_shows_its_error_first_and_then_the_birth() -> None:
