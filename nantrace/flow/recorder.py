@@ -384,7 +384,7 @@ class OpRecorder(TorchDispatchMode):
             event.operands = operands(call, index, self._externals)
             event.scalars = scalars(call)
         self._result.events.append(event)
-        self._memory.writers.write(plane, found.bad, event.id)
+        self._memory.writers.write(plane, found.bad, event.id, every=found.count == plane.numel())
         if self._on_event is not None:
             self._on_event(event)
 

@@ -162,19 +162,28 @@ class Masks:
     def bad(self) -> Tensor:
         return self.nan_mask | self.inf_mask
 
+    @property
+    def count(self) -> int:
+        """How many elements are nonfinite."""
+        return self.nan + self.posinf + self.neginf
+
 
 def masks(plane: Tensor) -> Masks:
     """Complex: an element is NaN if a part is, else infinite if a part is; its infinities count as positive."""
     plane = plane.detach()
     if plane.element_size() == 1:
         plane = plane.float()
-    nan, inf = torch.isnan(plane), torch.isinf(plane)
+    nan_mask = torch.isnan(plane)
+    nan = int(torch.count_nonzero(nan_mask))
+    if nan == plane.numel():
+        return Masks(nan_mask, torch.zeros_like(nan_mask), nan, 0, 0)
+    inf_mask = torch.isinf(plane)
     if plane.is_complex():
-        inf = inf & ~nan
-        return Masks(nan, inf, int(nan.sum()), int(inf.sum()), 0)
-    infinities = int(inf.sum())
-    negative = int((plane == -math.inf).sum()) if infinities else 0
-    return Masks(nan, inf, int(nan.sum()), infinities - negative, negative)
+        inf_mask = inf_mask & ~nan_mask
+        return Masks(nan_mask, inf_mask, nan, int(torch.count_nonzero(inf_mask)), 0)
+    infinities = int(torch.count_nonzero(inf_mask))
+    negative = int(torch.count_nonzero(plane == -math.inf)) if infinities else 0
+    return Masks(nan_mask, inf_mask, nan, infinities - negative, negative)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ another while its entry stands.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,15 +18,32 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _SWEEP = 256
 
 
+@dataclass(slots=True)
+class Entry:
+    """Who wrote the elements of one storage: one event all of it, or one id an element.
+
+    Attributes:
+        storage: a reference that does not keep the memory alive.
+        width: bytes an element, when it was written.
+        whole: the one event that wrote every element; None if `ids` tells.
+        ids: int32, one an element of the storage; 0 means that nobody was seen writing it.
+    """
+
+    storage: StorageWeakRef
+    width: int
+    whole: int | None = None
+    ids: Tensor | None = None
+
+
 class Writers:
     """Event ids by storage and element; id 0 means that nobody was seen writing it.
 
     Attributes:
-        entries: storage -> (reference to it, bytes an element, ids). Ask it whether a storage was ever nonfinite.
+        entries: by storage. Ask it whether a storage was ever nonfinite.
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
+        self.entries: dict[int, Entry] = {}
         self._sweep_at = _SWEEP
 
     def of(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
@@ -32,14 +51,25 @@ class Writers:
         entry = self.entries.get(plane.untyped_storage()._cdata)
         if entry is None:
             return frozenset((0,))
-        _, width, ids = entry
-        if width != plane.element_size():  # read through another dtype's view: any writer may be meant
-            return frozenset(torch.unique(ids).tolist()) - {0} or frozenset((0,))
-        return frozenset(torch.unique(_like(ids, plane)[mask]).tolist())
+        if entry.whole is not None:
+            return frozenset((entry.whole,))
+        assert entry.ids is not None
+        if entry.width != plane.element_size():  # read through another dtype's view: any writer may be meant
+            return frozenset(torch.unique(entry.ids).tolist()) - {0} or frozenset((0,))
+        ids = _like(entry.ids, plane)
+        largest = int(torch.where(mask, ids, 0).max())
+        if int(torch.where(mask, ids, largest).min()) == largest:  # one writer, found without sorting
+            return frozenset((largest,))
+        return frozenset(torch.unique(ids[mask]).tolist())
 
-    def write(self, plane: Tensor, mask: Tensor, writer: int) -> None:
-        """From now on `writer` wrote the elements that `mask` selects."""
-        width, ids = self._entry(plane)
+    def write(self, plane: Tensor, mask: Tensor, writer: int, every: bool = False) -> None:
+        """From now on `writer` wrote the elements that `mask` selects; `every`: these are all of the plane."""
+        storage = plane.untyped_storage()
+        if every and plane.numel() * plane.element_size() == storage.nbytes():
+            self._sweep()
+            self.entries[storage._cdata] = Entry(StorageWeakRef(storage), plane.element_size(), whole=writer)
+            return
+        width, ids = self._ids(plane)
         if width != plane.element_size():
             ids.fill_(writer)
         else:
@@ -47,7 +77,7 @@ class Writers:
 
     def adopt(self, plane: Tensor, mask: Tensor, writer: int) -> None:
         """As `write`, but only for elements that nobody was seen writing."""
-        width, ids = self._entry(plane)
+        width, ids = self._ids(plane)
         if width == plane.element_size():
             mask = mask & (_like(ids, plane) == 0)
         self.write(plane, mask, writer)
@@ -56,23 +86,27 @@ class Writers:
         """All of this storage was overwritten with finite values."""
         self.entries.pop(key, None)
 
-    def _entry(self, plane: Tensor) -> tuple[int, Tensor]:
+    def _ids(self, plane: Tensor) -> tuple[int, Tensor]:
+        """Bytes an element and one id an element for the plane's storage, made or enlarged as needed."""
         storage = plane.untyped_storage()
-        width = plane.element_size()
-        count = storage.nbytes() // width
         entry = self.entries.get(storage._cdata)
-        if entry is None or (entry[1] == width and entry[2].numel() < count):
-            ids = torch.zeros(count, dtype=torch.int32, device=plane.device)
-            if entry is not None:  # the storage was resized
-                ids[: entry[2].numel()] = entry[2]
+        width = plane.element_size() if entry is None else entry.width
+        count = storage.nbytes() // width
+        ids = None if entry is None else entry.ids
+        if ids is None or ids.numel() < count:
+            whole = 0 if entry is None or entry.whole is None else entry.whole
+            longer = torch.full((count,), whole, dtype=torch.int32, device=plane.device)
+            if ids is not None:  # the storage was resized
+                longer[: ids.numel()] = ids
+            ids = longer
             self._sweep()
-            entry = self.entries[storage._cdata] = (StorageWeakRef(storage), width, ids)
-        return entry[1], entry[2]
+            self.entries[storage._cdata] = Entry(StorageWeakRef(storage), width, ids=ids)
+        return width, ids
 
     def _sweep(self) -> None:
         if len(self.entries) < self._sweep_at:
             return
-        for key in [key for key, (reference, _, _) in self.entries.items() if reference.expired()]:
+        for key in [key for key, entry in self.entries.items() if entry.storage.expired()]:
             del self.entries[key]
         self._sweep_at = len(self.entries) + _SWEEP
 
