@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +51,15 @@ def test_memory_that_nobody_wrote_is_no_birth() -> None:
     assert kinds(lineage) == [("aten.empty", "uninit")]
 
 
-def test_a_number_read_from_a_nonfinite_tensor_is_that_tensor_s_doing() -> None:
+@pytest.mark.parametrize(("op", "value", "kind"), [(torch.log, 0.0, "inf"), (torch.sqrt, -1.0, "nan")])
+def test_a_number_read_from_a_nonfinite_tensor_is_that_tensor_s_doing(op: Any, value: float, kind: str) -> None:
     def run() -> torch.Tensor:
-        norm = torch.log(torch.zeros(())).item()
-        return torch.ones(2) * norm
+        number = op(torch.tensor(value)).item()
+        return torch.ones(2) * number
 
-    assert kinds(recorded(run)) == [("aten.log", "inf"), ("aten.mul", "propagated")]
+    lineage = recorded(run)
+    assert [kind for _, kind in kinds(lineage)] == [kind, "propagated"]
+    assert (lineage.event(2).nan_parents, lineage.event(2).inf_parents) == (((1,), ()) if kind == "nan" else ((), (1,)))
 
 
 def test_an_inplace_op_is_described_by_its_inputs_before_the_call() -> None:

@@ -84,7 +84,7 @@ def test_a_skip_of_a_fused_optimizer_is_seen() -> None:
 
     lineage = recorded(run, model)
     assert lineage.skipped_iterations == [1] and lineage.step_times == []
-    assert not [s for s in lineage.sinks if s.kind == "param"]
+    assert {s.excuse for s in lineage.sinks} == {"skip"} and "param" not in {s.kind for s in lineage.sinks}
 
 
 def test_host_reads_of_tests_and_of_values_are_told_apart() -> None:
@@ -113,6 +113,19 @@ def test_gradients_given_up_by_a_guard_carry_its_reads() -> None:
 
     loss = sink(recorded(run, model), "loss", "loss")
     assert [raw for _, raw in loss.guards] == [False]
+
+
+def test_gradients_that_a_guard_left_lying_carry_its_reads() -> None:
+    model = _linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        (model(torch.ones(1, 2)) * INF).sum().backward()
+        if torch.isfinite(model.weight.grad).all():
+            optimizer.step()
+
+    left = sink(recorded(run, model), "grad", "weight")
+    assert left.left and [raw for _, raw in left.guards] == [False]
 
 
 def test_what_the_step_returns_counts_only_without_training() -> None:
