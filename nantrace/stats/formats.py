@@ -7,6 +7,7 @@ when the processor was told to take subnormals for zero (`torch.set_flush_denorm
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ class FloatFormat:
         code: numpy's unsigned integer of the element's width.
         signed: the signed one, whose order is the floats' order among nonnegative elements.
         bits: torch's signed integer dtype of that width, to view a tensor as.
-        real: numpy dtype that `shift` turns a code into (bfloat16 is the upper half of a float32).
         sign, magnitude: masks of the sign bit and of all others.
         inf, normal, largest: magnitudes of infinity, of the smallest normal and of the largest finite number.
     """
@@ -31,18 +31,25 @@ class FloatFormat:
     code: npt.DTypeLike
     signed: npt.DTypeLike
     bits: torch.dtype
-    real: npt.DTypeLike
     sign: int
     magnitude: int
     inf: int
     normal: int
     largest: int
-    shift: int = 0
 
     def value(self, code: int) -> float:
-        """The number that a code stands for; -0 becomes 0."""
-        width = np.dtype(self.real).itemsize
-        return float(np.frombuffer((code << self.shift).to_bytes(width, "little"), dtype=self.real)[0]) + 0.0
+        """The number that a code stands for; -0 becomes 0.
+
+        By integers as long as they hold it: arithmetic on floats may take subnormals for zero.
+        """
+        magnitude = code & self.magnitude
+        if np.dtype(self.code).itemsize == 8:
+            return float(np.frombuffer(code.to_bytes(8, "little"), dtype="<f8")[0]) if magnitude else 0.0
+        exponent, fraction = divmod(magnitude, self.normal)
+        fraction += self.normal if exponent else 0
+        bias = self.inf // self.normal // 2
+        number = math.ldexp(fraction, max(exponent, 1) - bias - self.normal.bit_length() + 1)
+        return -number if code & self.sign and number else number
 
 
 def _ieee(width: int, fraction: int, **types: Any) -> FloatFormat:
@@ -51,14 +58,14 @@ def _ieee(width: int, fraction: int, **types: Any) -> FloatFormat:
     return FloatFormat(sign=sign, magnitude=sign - 1, inf=inf, normal=1 << fraction, largest=inf - 1, **types)
 
 
-_HALF = _ieee(16, 10, code="<u2", signed="<i2", bits=torch.int16, real="<f2")
-_SINGLE = _ieee(32, 23, code="<u4", signed="<i4", bits=torch.int32, real="<f4")
-_DOUBLE = _ieee(64, 52, code="<u8", signed="<i8", bits=torch.int64, real="<f8")
+_HALF = _ieee(16, 10, code="<u2", signed="<i2", bits=torch.int16)
+_SINGLE = _ieee(32, 23, code="<u4", signed="<i4", bits=torch.int32)
+_DOUBLE = _ieee(64, 52, code="<u8", signed="<i8", bits=torch.int64)
 
 #: The formats that are counted by code. A complex number is a pair of the format of its parts.
 FLOAT_FORMATS: dict[torch.dtype, FloatFormat] = {
     torch.float16: _HALF,
-    torch.bfloat16: _ieee(16, 7, code="<u2", signed="<i2", bits=torch.int16, real="<f4", shift=16),
+    torch.bfloat16: _ieee(16, 7, code="<u2", signed="<i2", bits=torch.int16),
     torch.float32: _SINGLE,
     torch.float64: _DOUBLE,
     torch.complex32: _HALF,

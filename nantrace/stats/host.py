@@ -43,13 +43,12 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
     """
     # A function mode would see the attributes of the tensor being read, so it is asked for first.
     if not full and type(tensor) in PLAIN and not _function_modes() and not _dispatch_modes():
-        pool = _outputs.get(tensor.dtype)
-        if pool is not None and tensor.is_cpu and tensor.is_contiguous():
-            numel = tensor.numel()
-            with_grad = _grad_enabled()
-            try:
+        try:
+            pool = _outputs.get(tensor.dtype)
+            if pool is not None and tensor.is_cpu and tensor.is_contiguous():
+                numel = tensor.numel()
                 pair, view = pool.pop() if pool else extent_output(tensor.dtype)
-                if with_grad:  # `out=` refuses a tensor that requires grad
+                if _grad_enabled():  # `out=` refuses a tensor that requires grad
                     _set_grad(False)
                     try:
                         _aminmax(tensor, out=pair)
@@ -61,8 +60,8 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
                 pool.append((pair, view))
                 if low > -_INF and high < _INF:  # false for NaN
                     return (numel, numel, 0, 0, 0, low + 0.0, high + 0.0, NAN, -1, 0, 0, 0, 16)
-            except Exception:  # sparse, nested, empty, freed, wrapped: the careful path knows
-                pass
+        except Exception:  # sparse, nested, empty, freed, wrapped: the careful path knows
+            pass
     return measure(tensor, full)[0]
 
 
@@ -167,7 +166,12 @@ def measure(tensor: torch.Tensor, full: bool) -> tuple[Row, str | None]:
         why = str(reason)
     except Exception as error:  # a kind of tensor that nobody foresaw is no reason to stop a training step
         why = f"reading it raised {type(error).__name__}: {error}"
-    return (_count(tensor), 0, 0, 0, 0, NAN, NAN, NAN, -1, 0, 0, 0, 0), why
+    return unread_row(tensor), why
+
+
+def unread_row(tensor: torch.Tensor) -> Row:
+    """The row of a tensor whose values cannot be read."""
+    return (_count(tensor), 0, 0, 0, 0, NAN, NAN, NAN, -1, 0, 0, 0, 0)
 
 
 def _count(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -98,3 +99,13 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "empty": lambda t: t[:0].view(0, 3),
     "one dimension": lambda t: t[::2],
 }
+
+
+def same(got: tuple[float, ...], expected: tuple[float, ...]) -> bool:
+    """Whether two rows are equal, an absent number to an absent one."""
+    return all(a == b or (a != a and b != b) for a, b in zip(got, expected, strict=True))
+
+
+def in_range_mode(full: tuple[float, ...]) -> tuple[float, ...]:
+    """A full row without its extended columns."""
+    return (*full[:7], math.nan, full[8], 0, 0, 0, 16)
