@@ -50,7 +50,7 @@ def _patterns(dtype: torch.dtype) -> dict[str, list[float]]:
         "+inf": [1.0, _INF, 2.0],
         "-inf": [1.0, 2.0, -_INF],
         "all -inf": [-_INF] * 5,
-        "all kinds": [_INF, 1.0, _NAN, -_INF, _NAN, 0.0],
+        "all kinds": [_INF, 1.0, _NAN, -_INF, _INF, _NAN, -_INF, _INF, 0.0, -_INF, -1.0, 2.0],
         "largest": [1.0, limits.max, -limits.max, 0.0],
         "subnormal": [limits.smallest_normal / 2, limits.smallest_normal, -limits.tiny / 4, 0.0],
         "zeros": [0.0, -0.0, 0.0, -0.0],
