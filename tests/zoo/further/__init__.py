@@ -7,9 +7,25 @@ cases from which the rules were learnt.
 from __future__ import annotations
 
 from tests.zoo.case import Case
-from tests.zoo.further import arithmetic, averages, given, guards, loops, objectives, optimizers
+from tests.zoo.further import (
+    arithmetic,
+    averages,
+    fine,
+    formulas,
+    given,
+    guards,
+    loops,
+    objectives,
+    optimizers,
+    recipes,
+    sequences,
+    transforms,
+)
 
-_ROOMS = (loops, guards, averages, optimizers, objectives, arithmetic, given)
+_FIRST = (loops, guards, averages, optimizers, objectives, arithmetic, given)
+_SECOND = (formulas, sequences, recipes, transforms, fine)
 
 #: Every case, room by room.
-CASES: tuple[Case, ...] = tuple(value for room in _ROOMS for value in vars(room).values() if isinstance(value, Case))
+CASES: tuple[Case, ...] = tuple(
+    value for room in _FIRST + _SECOND for value in vars(room).values() if isinstance(value, Case)
+)

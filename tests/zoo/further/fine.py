@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.zoo.case import Batch, Program, case
-from tests.zoo.cases.parts import INF, NAN, fill, sgd, training
+from tests.zoo.cases.parts import INF, NAN, fill, sgd, silenced, training
 from tests.zoo.further.parts import HARMLESS, good_rows
 
 
@@ -74,7 +74,7 @@ def infinite_slope_is_logged() -> Program:
         batch["log"].append(torch.func.jvp(torch.sqrt, (zero,), (torch.ones(3),))[1].sum().item())
         return loss.detach()
 
-    return model, {"x": good_rows(), "log": []}, step
+    return model, {"x": good_rows(), "log": []}, silenced(step, "`torch.jit.script` is deprecated")
 
 
 @case("the magnitude of a silent spectrum: its gradient at 0 is 0", HARMLESS)
