@@ -66,7 +66,8 @@ def operands(call: Call, index: int, externals: Externals) -> tuple[Operand, ...
             continue
         before = call.kept.get(id(argument.tensor), argument.tensor)
         for summary in (before,) if isinstance(before, Summary) else _summaries(before):
-            external = externals.get(storage_key(argument.tensor))
+            key = storage_key(argument.tensor)
+            external = externals.get(key, int(argument.tensor.storage_offset()) if key is not None else None)
             name = _argument_name(call, argument)
             found.append(Operand(name=name, tensor=external.name if external else None, **vars(summary)))
         if len(found) >= _DESCRIBED:

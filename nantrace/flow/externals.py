@@ -30,7 +30,7 @@ class Externals:
     """Storage -> name and category, filled at the start and whenever the step shows another optimizer or criterion."""
 
     def __init__(self, model: torch.nn.Module, batch: Any) -> None:
-        self._known: dict[int, External] = {}
+        self._known: dict[int, list[External]] = {}  # several that share a storage: the last named first
         self.parameters: dict[int, str] = {}  # id(parameter) -> name
         self._foreign: set[int] = set()
         for path, tensor in tensors_in(batch, "batch"):
@@ -52,10 +52,14 @@ class Externals:
         for plane in planes(tensor):
             key = plane.untyped_storage()._cdata
             if not (keep_first and key in self._known):
-                self._known[key] = External(category, name, plane)
+                self._known.setdefault(key, []).insert(0, External(category, name, plane))
 
-    def get(self, key: int | None) -> External | None:
-        return None if key is None else self._known.get(key)
+    def get(self, key: int | None, offset: int | None = None) -> External | None:
+        """The named tensor of a storage; of several (slices of one table) the one that holds element `offset` of it."""
+        known = self._known.get(key, []) if key is not None else []
+        if offset is None or len(known) < 2:
+            return known[0] if known else None
+        return next((each for each in known if _holds(each.tensor, offset)), known[0])
 
     def is_state(self, key: int | None, category: Category | None = None) -> bool:
         """Whether this storage holds a parameter or buffer (of `category`)."""
@@ -90,3 +94,14 @@ def _batch_size(batch: Any) -> int | None:
     """The size of dim 0 that most tensors of the batch share."""
     sizes = Counter(tensor.shape[0] for _, tensor in tensors_in(batch, "batch") if tensor.dim())
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _holds(tensor: Tensor, offset: int) -> bool:
+    """Whether element `offset` of its storage is one of the tensor's, whose elements do not overlap."""
+    rest = offset - tensor.storage_offset()
+    if rest < 0 or not tensor.numel():
+        return False
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
+        if stride > 0:
+            rest -= min(rest // stride, size - 1) * stride
+    return rest == 0

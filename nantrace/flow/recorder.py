@@ -24,7 +24,7 @@ from nantrace.capture.lifecycle import Lifecycle
 from nantrace.flow.births import is_datalike, keep, kind_of, operands, output_fields, scalars
 from nantrace.flow.calls import Argument, Call
 from nantrace.flow.context import Context, Whereabouts
-from nantrace.flow.externals import Externals
+from nantrace.flow.externals import External, Externals
 from nantrace.flow.host import HostReads
 from nantrace.flow.memory import Look, Memory, Unseen, neutralise
 from nantrace.flow.ops import OpFacts
@@ -390,7 +390,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _external(self, plane: Tensor, found: Masks) -> int:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""
-        external = self._externals.get(plane.untyped_storage()._cdata)
+        external = self._externals.get(plane.untyped_storage()._cdata, _offset_of_first(plane, found))
         unseen = self._memory.who_wrote(plane)
         event = OpEvent(
             id=len(self._result.events) + 1,
@@ -405,7 +405,7 @@ class OpRecorder(TorchDispatchMode):
             category="unobserved" if unseen else external.category if external else "constant",
             tensor=external.name if external and not unseen else None,
             datalike=is_datalike(plane, found),
-            **output_fields(plane, found, self._externals.batch_size, described=True),
+            **output_fields(*_whole(plane, found, external), self._externals.batch_size, described=True),
         )
         self._result.events.append(event)
         return event.id
@@ -451,3 +451,17 @@ class OpRecorder(TorchDispatchMode):
                 for plane in planes(first):
                     low, high = self._memory.scanner.extent(readable(plane))
                     self._result.magnitudes.append((self.time, name, max(abs(low), abs(high))))
+
+
+def _whole(plane: Tensor, found: Masks, external: External | None) -> tuple[Tensor, Masks]:
+    """The named tensor, whose index is asked for, in place of a view of it that holds all its bad elements."""
+    if external is None:
+        return plane, found
+    all_found = masks(external.tensor)
+    return (external.tensor, all_found) if all_found.count == found.count else (plane, found)
+
+
+def _offset_of_first(plane: Tensor, found: Masks) -> int:
+    """Where in its storage, counted in elements, the first nonfinite element of a view lies."""
+    index: list[int] = found.bad.nonzero()[0].tolist()
+    return int(plane.storage_offset()) + sum(i * stride for i, stride in zip(index, plane.stride(), strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nantrace.lineage import OpEvent
-from tests.flow.steps import kinds, only, recorded
+from tests.flow.steps import Net, kinds, only, recorded
 
 INF, NAN = math.inf, math.nan
 
@@ -249,3 +249,20 @@ def test_every_nonfinite_output_is_told_in_order() -> None:
         x = torch.zeros(2)
         (x.log() + 1).exp()
     assert seen == [("aten.log", "inf"), ("aten.add", "propagated")]
+
+
+def test_a_parameter_read_through_a_view_is_described_as_itself() -> None:
+    model = Net(3)
+    with torch.no_grad():
+        model.lin.weight[0, 2] = math.nan
+    event = only(recorded(lambda: model.lin.weight.t()[2] * 1.0, model), None)
+    assert (event.tensor, event.shape, event.first_bad, event.nan) == ("lin.weight", (3, 3), 2, 1)
+
+
+@pytest.mark.parametrize("bad, name", [((1, 0), "batch.x"), ((0, 2), "batch.y"), ((2, 1), "batch.x")])
+def test_columns_of_one_table_keep_their_own_names(bad: tuple[int, int], name: str) -> None:
+    table = torch.ones(3, 3)
+    table[bad] = math.nan
+    batch = {"x": table[:, :2], "y": table[:, 2:]}
+    events = recorded(lambda: (batch["x"] * 1.0, batch["y"] * 1.0), None, batch).events
+    assert [event.tensor for event in events if event.kind == "external"] == [name]
