@@ -1,7 +1,7 @@
 """Statistics of one tensor, read on the host. Knows every kind of tensor; has no opinion on the numbers.
 
-`row` is what hooks call: its first lines serve a contiguous finite float tensor in host memory in a few microseconds
-and send all else to the careful path. Both hold their own guards: callers need no `no_grad`, and no mode, transform or
+`row` is what hooks call: its first lines serve a finite tensor in host memory, contiguous or small, in a few
+microseconds and send all else to the careful path. Both hold their own guards: callers need no `no_grad`, and no mode, transform or
 subclass of the user sees the reading.
 
 An element that is a pair (complex numbers, float4_e2m1fn_x2) is NaN if either part is, else infinite if either part is;
@@ -32,7 +32,11 @@ _INF = math.inf
 
 # Per dtype, pairs of one-element outputs with a view that numpy reads them through, which costs half of two `item()`.
 # A caller takes one out and puts it back: pop and append are atomic, so threads and re-entrant calls never share one.
-_outputs: dict[torch.dtype, list[Any]] = {torch.float32: [], torch.bfloat16: [], torch.float16: [], torch.float64: []}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_outputs: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in _FLOATS + _INTEGERS}
+
+_SMALL = 4096  # elements: reading fewer out of order costs less than ordering them
 
 
 def row(tensor: torch.Tensor, full: bool = False) -> Row:
@@ -45,8 +49,8 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
     if not full and type(tensor) in PLAIN and not _function_modes() and not _dispatch_modes():
         try:
             pool = _outputs.get(tensor.dtype)
-            if pool is not None and tensor.is_cpu and tensor.is_contiguous():
-                numel = tensor.numel()
+            numel = tensor.numel()
+            if pool is not None and tensor.is_cpu and (tensor.is_contiguous() or numel <= _SMALL):
                 pair, view = pool.pop() if pool else extent_output(tensor.dtype)
                 if _grad_enabled():  # `out=` refuses a tensor that requires grad
                     _set_grad(False)
