@@ -34,6 +34,9 @@ _SELECTS = re.compile(
     r"min|max|clamp|where|index|gather|select|slice|embedding|isfinite|isnan|isinf|copy|nan_to_num|topk|sort|logical"
     r"|bitwise|\.(eq|ne|lt|le|gt|ge)(_|$)|scatter|masked|fill|zero|clone|detach|lerp|grid|take|unbind|cat"
 )
+_NOUNS = {"grad": "gradient", "param": "parameter", "state": "optimizer moment", "buffer": "buffer"}
+_WORDS = {"grad": "the gradient of", "param": "parameter"}
+_RECIPROCALS = frozenset({"aten.rsqrt", "aten.reciprocal", "aten.div"})
 #: More births than this at one sink are not told apart by replays.
 _MOST_CANDIDATES = 6
 #: Steps of a path that are kept: the first and last of a longer one.
@@ -120,14 +123,19 @@ class _Case:
             replayed = self.neutralised.get(others)
             if replayed is None:
                 self.wants = self.wants or Neutral(others)
-                self.evidence.append(f"{len(candidates)} births reach it; which of them does so alone was not tested.")
+                self.evidence.append(
+                    f"{len(candidates)} births reach {_named(hit.sink)}; which of them does so alone was not tested."
+                )
                 return hit.roots
             if any(_same_sink(sink, hit.sink) for sink in replayed.sinks):
                 self.evidence.append(
-                    f"{len(candidates)} births reach it; this one does so even when the others are made finite."
+                    f"{len(candidates)} births reach {_named(hit.sink)}; this one does so even when the others are "
+                    "made finite."
                 )
                 return frozenset((id,))
-        self.evidence.append(f"{len(candidates)} births reach it, and none of them alone: this is the earliest.")
+        self.evidence.append(
+            f"{len(candidates)} births reach {_named(hit.sink)}, and none of them alone: this is the earliest."
+        )
         return hit.roots
 
     def _earliest(self, ids: frozenset[int]) -> OpEvent:
@@ -142,10 +150,11 @@ class _Case:
         if hit.sink.kind == "buffer" and (
             event.iteration in self.lineage.skipped_iterations or _was_abandoned(self.lineage, event)
         ):
-            self.evidence.append(
-                f"The update of iteration {event.iteration} was skipped; buffer {hit.sink.name} kept what forward "
-                "had written into it."
-            )
+            if event.iteration not in self.lineage.skipped_iterations:  # a scaler's skip is told by the explanation
+                self.evidence.append(
+                    f"The update of iteration {event.iteration} was left out; buffer {hit.sink.name} kept what forward "
+                    "had written into it."
+                )
             return "update"
         if self._born_of_updates(event):
             self.evidence.append("With every update undone the value is not born: the updates before it made it.")
@@ -205,10 +214,24 @@ class _Case:
         if update_growth(self.lineage, event) is not None and self._born_of_updates(event):
             self.evidence.append("With every update undone the value is not born: the updates before it made it.")
             return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
-        self.evidence.append(_excuse(hit.sink) if hit else "No loss, gradient, parameter or buffer holds it.")
+        self.evidence += [_excuse(hit.sink)] if hit else self._where_it_ended(event)
         stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
         others = frozenset(e.id for e in births) - {event.id} - frozenset(self.roots.descendants(event.id))
         return self._say("contained", stage, event, hit.sink if hit else None, others=others)
+
+    def _where_it_ended(self, event: OpEvent) -> list[str]:
+        """The ops that made finite values of it, and what that leaves."""
+        last = [
+            e for e in map(self.roots.event, sorted({event.id, *self.roots.descendants(event.id)})) if e.absorbed_by
+        ]
+        named = dict.fromkeys(op for e in last for op in e.absorbed_by)
+        ops = [op for op in named if op.removesuffix("_backward") == op or op.removesuffix("_backward") not in named]
+        ended = "No loss, gradient, parameter or buffer holds it"
+        if not ops:
+            return [f"{ended}."]
+        infinite = any(not e.nan and _RECIPROCALS & set(e.absorbed_by) for e in last)
+        effect = " 1 / inf is 0, so what this scales is silently 0." if infinite else ""
+        return [f"{ended}: {' and '.join(ops[:2])} made finite values of it.{effect}"]
 
     # ------------------------------------------------------------------------------------------------ the answer
     def _say(
@@ -258,21 +281,23 @@ class _Case:
                 and (e.op, e.module, e.where) == (event.forward_op, event.module, event.where)
             ][:1]
         found += [self.roots.event(id) for id in sorted(others)]
-        unique = {e.id: e for e in found if e.id != event.id}
-        return tuple(origin_of(e) for e in list(unique.values())[:3])
+        unique = {_shown(e): e for e in reversed(found) if _shown(e) != _shown(event)}
+        return tuple(origin_of(e) for e in list(unique.values())[::-1][:3])
 
     def _reached(self, first: Sink) -> list[str]:
         """What the damage reached, counted."""
         held = {(hit.sink.kind, hit.sink.name) for hit in self.damage.faults}
-        names = {"grad": "gradient", "param": "parameter", "state": "optimizer moment", "buffer": "buffer"}
         counts = [
             f"{n} {name}{'s' if n > 1 else ''}"
-            for kind, name in names.items()
+            for kind, name in _NOUNS.items()
             if (n := sum(1 for k, _ in held if k == kind))
         ]
         loss = ["the loss"] if any(k == "loss" for k, _ in held) else []
         said = f"It reached {_named(first)} in iteration {first.iteration}"
-        return [f"{said}; nonfinite in all: {', '.join(loss + counts)}." if loss or counts else f"{said}."]
+        sound = (
+            " No loss came out nonfinite." if counts and not any(s.kind == "loss" for s in self.lineage.sinks) else ""
+        )
+        return [f"{said}; nonfinite in all: {', '.join(loss + counts)}.{sound}" if loss or counts else f"{said}."]
 
 
 def _stage_of_external(event: OpEvent) -> Stage | None:
@@ -304,6 +329,11 @@ def _was_abandoned(lineage: Lineage, event: OpEvent) -> bool:
     return bool(lineage.step_times) and tested and not updated
 
 
+def _shown(event: OpEvent) -> tuple[Any, ...]:
+    """What a reader sees of an event: a second one at the same place tells nothing new."""
+    return event.phase, event.module, event.op, event.node, event.where, event.tensor
+
+
 def _same_birth(event: OpEvent, other: OpEvent) -> bool:
     return _identity(event) == _identity(other)
 
@@ -328,7 +358,11 @@ def _same_sink(one: Sink, other: Sink) -> bool:
 def _named(sink: Sink) -> str:
     if sink.kind == "exception":
         return f"an op that raised {sink.name}"
-    return sink.name if sink.kind in ("loss", "returned", "state") else f"{sink.kind} {sink.name}"
+    if sink.kind == "returned":
+        return "what the step returned" + (f" ({sink.name})" if sink.name != "returned" else "")
+    if sink.kind == "loss":
+        return "the loss" if sink.name == "loss" else sink.name
+    return sink.name if sink.kind == "state" else f"{_WORDS.get(sink.kind, sink.kind)} {sink.name}"
 
 
 def _excuse(sink: Sink) -> str:

@@ -27,7 +27,7 @@ def origin_of(event: OpEvent) -> Origin:
         inputs=event.operands,
         output=_output(event),
         first_bad=_index(event.first_bad, event.shape),
-        samples=event.samples or None,
+        samples=event.samples or None if event.category in (None, "batch", "unobserved") else None,
     )
 
 

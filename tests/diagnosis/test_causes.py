@@ -211,7 +211,7 @@ def test_a_nan_out_of_a_mask_names_where_the_infinities_came_from() -> None:
     found = explain(Lineage(events=[mask, passed, born]), born)
     assert found.cause == "all_masked_row"
     assert found.evidence[-1] == (
-        "The 4 -inf came from aten.masked_fill in attn (attn.py:12 in forward), inserted by a literal."
+        "The infinities came from a literal in aten.masked_fill in attn (attn.py:12 in forward), which put out 4 -inf."
     )
 
 

@@ -16,7 +16,18 @@ from nantrace.diagnosis.causes.reading import (
     product,
 )
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, label, limit, outcome, place, read, span, spot, zeros
+from nantrace.diagnosis.causes.wording import (
+    called,
+    figure,
+    label,
+    limit,
+    line,
+    outcome,
+    place,
+    read,
+    span,
+    zeros,
+)
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 #: A bound is compared with the limit after this much slack: rounding may carry a sum a little above it.
@@ -49,22 +60,21 @@ def met_infinity(event: OpEvent, cause: str, fact: str, *operands: Operand | Non
     """The explanation of a NaN that an op made of infinities."""
     held = tuple(read(operand) for operand in operands if operand is not None)
     guilty = next((operand for operand in operands if has_inf(operand)), None)
-    name = label(guilty) if guilty is not None else "the infinite input"
+    name = guilty.tensor or f"input {guilty.name}" if guilty is not None else "the infinite input"
     if guilty is not None and guilty.dtype == "number":
         return Explanation(cause, (fact, *held, outcome(event)), (_without_the_literal(event),))
     advice = (
         locate(event, name, "is infinite"),
-        f"Replace the infinities of {name} by {_stand_in(guilty, event)} before {spot(event)} and see whether "
-        "the NaN is gone.",
+        f"Replace the infinities of {name} by {_stand_in(guilty, event)} at {line(event)} and see whether the NaN is "
+        "gone.",
     )
     return Explanation(cause, (fact, *held, outcome(event)), advice)
 
 
 def _without_the_literal(event: OpEvent) -> str:
     return (
-        f"Use masked_fill or torch.where with the infinity at {event.where or spot(event)} instead of "
-        "arithmetic on a mask, "
-        "and compare."
+        f"Use masked_fill or torch.where with the infinity at {line(event)} instead of arithmetic on a mask, and "
+        "compare."
     )
 
 
@@ -146,7 +156,7 @@ def quotient(event: OpEvent, top: Operand | None, bottom: Operand | None) -> Exp
         return Explanation(found.cause, found.evidence + extra, found.advice)
     if has_zero(top) is False or has_zero(bottom) is False:
         return None
-    fact = f"{place(event)} divided 0 by 0: {label(bottom)} held {zeros(bottom)}."
+    fact = f"{place(event)} divided 0 by 0: its divisor {label(bottom)} held {zeros(bottom)}."
     return Explanation(
         "zero_over_zero",
         (fact, read(top), *lost_eps(event), outcome(event)),
@@ -158,8 +168,8 @@ def _infinite_quotient(event: OpEvent, top: Operand | None, bottom: Operand | No
     if bottom is None or has_zero(bottom) is None:
         return None
     if has_zero(bottom):
-        fact = f"{place(event)} divided by 0: {label(bottom)} held {zeros(bottom)}."
-        ranges = (read(bottom),) + ((read(top),) if top is not None else ())
+        fact = f"{place(event)} divided by 0: its divisor {label(bottom)} held {zeros(bottom)}."
+        ranges = () if top is None else (read(top),)
         return Explanation(
             "division_by_zero", (fact, *ranges, *lost_eps(event), outcome(event)), _zero_checks(event, bottom)
         )
@@ -181,26 +191,26 @@ def lost_eps(event: OpEvent) -> tuple[str, ...]:
     if found is None or not is_narrow(event.dtype):
         return ()
     return (
-        f"In {event.dtype} a number up to {figure(found[2] / 2)} becomes 0, so an eps of 1e-8 or 1e-12 does "
-        "not protect "
-        "a denominator.",
+        f"In {event.dtype} a number up to {figure(found[2] / 2)} becomes 0, so an eps of 1e-8 or 1e-12 does not "
+        "protect a denominator.",
     )
 
 
 def _zero_checks(event: OpEvent, bottom: Operand) -> tuple[str, ...]:
+    divisor = called(bottom, "the divisor")
     last = (
         eps_check(event)
         if is_narrow(event.dtype)
-        else f"Clamp {label(bottom)} at 1e-6 before {spot(event)} and compare."
+        else f"Keep {divisor} at least 1e-6 away from 0 at {line(event)} and see whether the step stays finite."
     )
     if node_function(event):
         last = guarded_division(event)
-    return locate(event, label(bottom), "is 0"), without_samples(event), last
+    return locate(event, divisor, "is 0", bottom), last, without_samples(event)
 
 
 def guarded_division(event: OpEvent) -> str:
     return (
-        f"Replace zeros in the denominator at {event.where or spot(event)} by 1 before the forward division, "
+        f"Replace zeros in the denominator at {line(event)} by 1 before the forward division, "
         "select afterwards, and see whether the gradient stays finite: a mask after it cannot."
     )
 
@@ -215,7 +225,7 @@ def remainder(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return met_infinity(event, "function_of_inf", f"{place(event)} has no value at an infinity.", top)
     if bottom is None or has_zero(bottom) is not True:
         return quotient(event, top, bottom) if event.kind == "inf" else None
-    fact = f"{place(event)} divided by 0: {label(bottom)} held {zeros(bottom)}."
+    fact = f"{place(event)} divided by 0: its divisor {label(bottom)} held {zeros(bottom)}."
     return Explanation("division_by_zero", (fact, outcome(event)), _zero_checks(event, bottom))
 
 
@@ -233,7 +243,7 @@ def cast(lineage: Lineage, event: OpEvent) -> Explanation | None:
     rest = f"It went {span(source)}." if span(source).startswith("from ") else ""
     what = "the gradient" if in_backward(event) and not source.tensor else label(source)
     advice = (
-        f"Keep {what} in {source.dtype} through {spot(event)} and see whether the step stays finite.",
+        f"Keep {what} in {source.dtype} at {line(event)} and see whether the step stays finite.",
         *range_checks(event, source)[1:],
     )
     return Explanation("cast_overflow", tuple(filter(None, (fact, rest, outcome(event)))), advice)

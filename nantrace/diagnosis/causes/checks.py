@@ -6,8 +6,11 @@ import math
 
 from nantrace.diagnosis.causes.dtypes import is_narrow, largest, limits, wider
 from nantrace.diagnosis.causes.reading import in_backward
-from nantrace.diagnosis.causes.wording import figure, label, limit, spot
+from nantrace.diagnosis.causes.wording import figure, limit, line, spot
 from nantrace.lineage import Operand, OpEvent
+
+#: How the advice to look for the source of a magnitude begins.
+SEARCHES = ("Print the largest magnitude of each module", "Compare the largest magnitude of")
 
 
 def in_wider(event: OpEvent) -> str:
@@ -26,31 +29,39 @@ def in_bfloat16(event: OpEvent) -> str:
 
 
 def follow_magnitude(event: OpEvent, operand: Operand | None) -> str:
-    """Look for the place where the operand became large."""
-    what = label(operand) if operand is not None and operand.tensor else "it start to"
+    """Look for the place where the operand became large; a tensor with a name was so before the op."""
     if in_backward(event):
         return f"Print the largest gradient magnitude module by module down to {spot(event)} and find the first jump."
-    return f"Print the largest magnitude of each module's output up to {spot(event)}: where does {what} grow?"
+    if operand is not None and operand.tensor and operand.min is not None and operand.max is not None:
+        reach = figure(max(abs(operand.min), abs(operand.max)))
+        return f"Compare the largest magnitude of {operand.tensor}, here {reach}, with that of a step that works."
+    return f"Print the largest magnitude of each module's output up to {line(event)}: where does it start to grow?"
 
 
 def range_checks(event: OpEvent, operand: Operand | None = None) -> tuple[str, ...]:
     """The checks for a value beyond the dtype's range."""
-    if is_narrow(event.dtype):
-        return in_wider(event), in_bfloat16(event), follow_magnitude(event, operand)
-    return in_wider(event), follow_magnitude(event, operand)
+    follow = follow_magnitude(event, operand)
+    if some_samples(event):
+        return in_wider(event), without_samples(event), follow
+    return (in_wider(event), in_bfloat16(event), follow) if is_narrow(event.dtype) else (in_wider(event), follow)
 
 
-def locate(event: OpEvent, what: str, condition: str) -> str:
-    """Print the elements that meet a condition, just before the op."""
-    return (
-        f"Print the indices where {what} {condition} just before {event.op or 'the op'} at "
-        f"{event.where or spot(event)}."
-    )
+def locate(event: OpEvent, what: str, condition: str, operand: Operand | None = None) -> str:
+    """Print the elements that meet a condition, just before the op; of a single element, where it came from."""
+    before = f"just before {event.op or 'the op'} at {line(event)}"
+    if operand is not None and operand.dtype != "number" and math.prod(operand.shape) == 1:
+        return f"Print {what} {before}, and what it is made of: why {condition.replace('is', 'is it', 1)}?"
+    return f"Print the indices where {what} {condition} {before}."
+
+
+def some_samples(event: OpEvent) -> bool:
+    """Whether a part of the batch is concerned, and the rest is not."""
+    return bool(event.samples) and len(event.samples) < math.prod(event.shape[:1])
 
 
 def without_samples(event: OpEvent) -> str:
     """Repeat the step without the samples concerned, where they are known."""
-    if not event.samples or len(event.samples) >= math.prod(event.shape[:1]):
+    if not some_samples(event):
         return "Repeat the step on another batch and see whether the same op fails."
     named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
     word = "sample" if len(event.samples) == 1 else "samples"
@@ -60,15 +71,15 @@ def without_samples(event: OpEvent) -> str:
 def guard_before(event: OpEvent, function: str, harmless: str, condition: str) -> str:
     """Make the input harmless before the op; a mask after it cannot repair the gradient."""
     return (
-        f"Replace the input of {function} at {event.where or spot(event)} by torch.where({condition}, x, {harmless}) "
-        "and select afterwards: does the step stay finite?"
+        f"Replace the input of {function} at {line(event)} by torch.where({condition}, x, {harmless}) and select "
+        "afterwards: does the step stay finite?"
     )
 
 
 def eps_check(event: OpEvent) -> str:
     return (
-        f"Compare every eps at {event.where or spot(event)} with {figure_of_smallest(event)}: "
-        "rerun with eps above it, or with the computation in float32."
+        f"Compare every eps at {line(event)} with {figure_of_smallest(event)}: rerun with eps above it, or with the "
+        "computation in float32."
     )
 
 

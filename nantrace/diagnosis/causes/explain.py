@@ -20,7 +20,7 @@ from nantrace.diagnosis.causes.gradients import NODES
 from nantrace.diagnosis.causes.messengers import with_messengers
 from nantrace.diagnosis.causes.reading import argument, has_inf, node_function, operation, sources
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import counts, outcome, place, read, spot
+from nantrace.diagnosis.causes.wording import counts, line, outcome, place, read
 from nantrace.lineage import Lineage, OpEvent
 
 Rule = Callable[[Lineage, OpEvent], "Explanation | None"]
@@ -127,7 +127,7 @@ def _weights(lineage: Lineage, event: OpEvent) -> Explanation | None:
     return losses.infinite_weight(event, weight) if has_inf(weight) and "loss" in operation(event) else None
 
 
-_OWNERS = {"batch": "the batch,", "param": "parameter", "buffer": "buffer", "moment": "the optimizer state,"}
+_OWNERS = {"batch": "the batch:", "param": "parameter", "buffer": "buffer", "moment": "the optimizer state:"}
 
 
 def _with_sources(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
@@ -135,7 +135,8 @@ def _with_sources(lineage: Lineage, event: OpEvent, found: Explanation) -> Expla
     if event.kind != "nan":
         return found
     facts = tuple(
-        f"The {counts(source.nan, source.posinf, source.neginf)} came from {_named(source)}."
+        f"The infinities came from {_named(source)}, which {'held' if source.kind == 'external' else 'put out'} "
+        f"{counts(0, source.posinf, source.neginf)}."
         for source in sources(lineage, event)[:2]
         if source.posinf or source.neginf
     )
@@ -147,7 +148,7 @@ def _named(source: OpEvent) -> str:
         word = _OWNERS.get(source.category or "", "a tensor that the step did not compute")
         return f"{word} {source.tensor}" if source.tensor else word
     at = f" ({source.where})" if source.where else ""
-    return f"{place(source)}{at}{', inserted by a literal' if source.kind == 'inserted' else ''}"
+    return f"{'a literal in ' if source.kind == 'inserted' else ''}{place(source)}{at}"
 
 
 def _unknown(lineage: Lineage, event: OpEvent) -> Explanation:
@@ -159,8 +160,7 @@ def _unknown(lineage: Lineage, event: OpEvent) -> Explanation:
         known = ("All that it read was finite.",) if event.kind == "inf" else ()
         missing = f"The operands of {place(event)} were not recorded, so the cause is not known."
     advice = (
-        f"Print the smallest and largest value of each input of {event.op or 'the op'} at "
-        f"{event.where or spot(event)}.",
+        f"Print the smallest and largest value of each input of {event.op or 'the op'} at {line(event)}.",
         in_wider(event),
     )
     return Explanation("unknown", (outcome(event), *known, missing), advice)

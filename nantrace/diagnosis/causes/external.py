@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nantrace.diagnosis.causes.checks import locate, without_samples
+from nantrace.diagnosis.causes.checks import locate, some_samples, without_samples
 from nantrace.diagnosis.causes.reading import size
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import between, counts, place, plural, sentence, shape, spot
+from nantrace.diagnosis.causes.wording import between, counts, line, place, plural, sentence, shape
 from nantrace.lineage import Lineage, OpEvent
 
 _CAUSE = {
@@ -36,7 +36,19 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
         facts.append(f"{word} {named} along dimension 0 {'is' if len(event.samples) == 1 else 'are'} concerned.")
     if event.min is not None and event.max is not None:
         facts.append(f"Its finite elements are {between(event.min, event.max, size(event))}.")
+    if category == "constant":
+        facts += _first_reader(lineage, event)
     return Explanation(_CAUSE[category], tuple(facts), _checks(event))
+
+
+def _first_reader(lineage: Lineage, event: OpEvent) -> list[str]:
+    """A tensor without a name is known by the line that used it first."""
+    readers = (e for e in lineage.events if event.id in (*e.nan_parents, *e.inf_parents))
+    first = next(readers, None)
+    if first is None or not first.op:
+        return []
+    at = f" at {first.where}" if first.where else ""
+    return [f"{place(first)}{at} was the first to compute with its nonfinite elements."]
 
 
 def _unobserved(event: OpEvent) -> Explanation:
@@ -57,8 +69,8 @@ def held(event: OpEvent, what: str) -> str:
     at = f", the first at {list(first)}" if first else ""
     bad = counts(event.nan, event.posinf, event.neginf)
     return (
-        f"{name} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} before the "
-        f"step{at}."
+        f"{name} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} before "
+        f"{'the step' if event.iteration <= 1 else f'iteration {event.iteration} read it'}{at}."
     )
 
 
@@ -76,32 +88,45 @@ def index(event: OpEvent) -> tuple[int, ...]:
 def _checks(event: OpEvent) -> tuple[str, ...]:
     name = event.tensor or "that tensor"
     if event.category == "batch":
-        return (
-            f"Check {name} with torch.isfinite where the dataset reads it, and again after each transform.",
-            without_samples(event),
-        )
+        return _checks_of_batch(event, name)
     if event.category == "constant":
         return (
-            "Print torch.isfinite(t).all() for each tensor that the step makes from outside data, before its "
-            "first use.",
+            "Print torch.isfinite(t).all() for each tensor that the step makes of outside data, before its first use.",
             "Pass such tensors in the batch and repeat: then the nonfinite one is named.",
         )
     if event.category == "param":
         return (
-            f"Print {name} right after the model is built, and again after the checkpoint is loaded: which "
-            "one is nonfinite?",
-            f"Initialise {name} anew (torch.nn.init) and see whether the step stays finite; torch.empty "
-            "leaves whatever "
-            "was in memory.",
+            f"Print {name} right after the model is built, and again after the checkpoint is loaded: which one is "
+            "nonfinite?",
+            f"Initialise {name} anew (torch.nn.init) and see whether the step stays finite"
+            f"{'; torch.empty leaves whatever was in memory' if event.nan else ''}.",
         )
     if event.category == "buffer":
-        return (
-            f"Print {name} in the last checkpoints and find the first one in which it is nonfinite.",
-            f"Reset {name} to its initial value and see whether the step stays finite.",
-        )
+        return _checks_of_buffer(event, name)
     return (
         f"Print {name} in the last checkpoints and find the step after which it is nonfinite: trace that step.",
         "Start the optimizer with empty state from the same weights and see whether the step stays finite.",
+    )
+
+
+def _checks_of_batch(event: OpEvent, name: str) -> tuple[str, ...]:
+    values = " (of a sparse tensor, its values())" if len(event.shape) == 1 else ""
+    whole = "Repeat the step on another batch and see whether it stays finite."
+    log = f"If {name} is made by a logarithm, keep its input above 0 (clamp at 1e-6) and compare."
+    only_neginf = event.neginf and not event.nan and not event.posinf
+    return (
+        f"Check {name}{values} with torch.isfinite where the dataset reads it, and again after each transform.",
+        *((log,) if only_neginf else ()),
+        without_samples(event) if some_samples(event) else whole,
+    )
+
+
+def _checks_of_buffer(event: OpEvent, name: str) -> tuple[str, ...]:
+    classes = f"If {name} weighs classes, print how often each occurs: a weight of 1 / 0 is infinite."
+    return (
+        f"Print {name} right after it is made and in the last checkpoints: where is it nonfinite first?",
+        *((classes,) if name.endswith("weight") and event.posinf else ()),
+        f"Replace the nonfinite elements of {name} by finite ones and see whether the step stays finite.",
     )
 
 
@@ -112,7 +137,7 @@ def uninitialised(lineage: Lineage, event: OpEvent) -> Explanation:
         f"{counts(event.nan, event.posinf, event.neginf)}."
     )
     advice = (
-        f"Replace it by torch.zeros at {event.where or spot(event)} and see whether the nonfinite values vanish.",
+        f"Replace it by torch.zeros at {line(event)} and see whether the nonfinite values vanish.",
         "Run with torch.use_deterministic_algorithms(True): it fills such memory with NaN, so that each read shows.",
     )
     return Explanation("uninitialised_memory", (fact,), advice)

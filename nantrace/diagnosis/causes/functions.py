@@ -22,7 +22,18 @@ from nantrace.diagnosis.causes.reading import (
     power,
 )
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, label, limit, outcome, place, read, spot, zeros
+from nantrace.diagnosis.causes.wording import (
+    called,
+    figure,
+    label,
+    limit,
+    line,
+    outcome,
+    place,
+    plural,
+    read,
+    zeros,
+)
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 #: exponential -> the largest argument as a function of the dtype's largest value
@@ -65,16 +76,14 @@ def logarithm(lineage: Lineage, event: OpEvent) -> Explanation | None:
 def _log_at_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explanation | None:
     if operand is not None and not (has_zero(operand) is not False if edge == 0 else (operand.min or 0.0) <= edge):
         return None
-    name = label(operand) if operand is not None else "the input"
-    fact = (
-        f"{place(event)} is -inf at {figure(edge)}; it put out {event.neginf:,} -inf, so it was given {figure(edge)}."
-    )
+    name = called(operand)
+    count = plural(event.neginf + event.posinf, "element")
+    fact = f"{place(event)} is infinite at {figure(edge)}, and {count} of its input had that value."
     known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
     advice = (
-        locate(event, name, f"is {figure(edge)}"),
-        f"Take the logarithm from logits (log_softmax, logsigmoid) at {spot(event)} if its input is a softmax "
-        "or sigmoid, "
-        "and compare.",
+        locate(event, name, f"is {figure(edge)}", operand),
+        f"If the input is a softmax or a sigmoid, take log_softmax or logsigmoid of the logits at {line(event)} and "
+        "compare.",
         guard_before(event, operation(event), "1", f"x > {figure(edge)}"),
     )
     return Explanation("log_of_zero", (fact, *known, *lost_eps(event), outcome(event)), advice)
@@ -83,13 +92,13 @@ def _log_at_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explan
 def _log_below_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explanation | None:
     if operand is not None and not operand.neginf and (operand.min is None or operand.min >= edge):
         return None
-    name = label(operand) if operand is not None else "the input"
+    name = called(operand)
     fact = f"{place(event)} needs values above {figure(edge)}; below it the result is NaN."
     known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
     advice = (
         locate(event, name, f"is below {figure(edge)}"),
-        f"Print the smallest value of each factor that {name} is made of, before {spot(event)}: which one "
-        "leaves its range?",
+        f"Print the smallest value of each factor that {name} is made of, before {line(event)}: which one leaves its "
+        "range?",
         without_samples(event),
     )
     return Explanation("log_of_negative", (fact, *known, outcome(event)), advice)
@@ -105,11 +114,11 @@ def square_root(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if operand is not None and not has_negative(operand):
         return None
     known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
-    name = label(operand) if operand is not None else "the input"
+    name = called(operand)
     advice = (
         locate(event, name, "is negative"),
-        f"Compute {name} in float64 before {spot(event)}: if it is not negative there, it is a rounding error "
-        "of a difference.",
+        f"Compute {name} in float64 before {line(event)}: if it is not negative there, it is a rounding error of a "
+        "difference.",
         without_samples(event),
     )
     fact = f"{place(event)} needs values of at least 0; below it the result is NaN."
@@ -119,12 +128,12 @@ def square_root(lineage: Lineage, event: OpEvent) -> Explanation | None:
 def _root_at_zero(event: OpEvent, operand: Operand | None) -> Explanation | None:
     if operand is not None and has_zero(operand) is False:
         return None
-    name = label(operand) if operand is not None else "the input"
+    name = called(operand)
     fact = f"{place(event)} is 1 / sqrt(x), infinite at 0."
     held = f"Input {name} held {zeros(operand)}." if operand is not None else "Its input was not recorded."
     advice = (
         locate(event, name, "is 0"),
-        f"Add 1e-6 inside the root at {event.where or spot(event)} and compare.",
+        f"Add 1e-6 inside the root at {line(event)} and compare.",
         without_samples(event),
     )
     return Explanation("sqrt_at_zero", (fact, held, *lost_eps(event), outcome(event)), advice)
@@ -143,6 +152,9 @@ def powers(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return None
     if exponent.min < 0 and has_zero(base) is not False:
         return _negative_power_of_zero(event, base, exponent)
+    if exponent.dtype == "number":
+        fact = f"Magnitudes of up to {figure(absmax(base) or 0.0)} to the power {figure(exponent.max)} reach"
+        return beyond_bound(event, _power_bound(base, exponent), fact, base)
     return beyond_bound(event, _power_bound(base, exponent), "The power may reach", base, exponent)
 
 
@@ -161,8 +173,8 @@ def _fractional(event: OpEvent, base: Operand, exponent: Operand) -> Explanation
         return None
     fact = f"{place(event)} raised a negative number to a fractional power, which is NaN."
     advice = (
-        locate(event, label(base), "is negative"),
-        f"Take abs() or clamp {label(base)} at 0 before {spot(event)} and compare.",
+        locate(event, called(base), "is negative"),
+        f"Take abs() or clamp {called(base)} at 0 at {line(event)} and compare.",
         without_samples(event),
     )
     return Explanation("power_of_negative", (fact, read(base), read(exponent), outcome(event)), advice)
@@ -176,14 +188,14 @@ def _negative_power_of_zero(event: OpEvent, base: Operand, exponent: Operand) ->
     if in_backward(event) and node_function(event) == "Pow" and -1 < lowest < 0:
         fact = f"The gradient of x ** {figure(lowest + 1)} is infinite at x = 0."
         advice = (
-            locate(event, label(base), "is 0"),
+            locate(event, called(base), "is 0"),
             guard_before(event, f"the power {figure(lowest + 1)}", "1", "x > 0"),
             without_samples(event),
         )
         return Explanation("sqrt_at_zero", (fact, held, read(base), outcome(event)), advice)
     advice = (
-        locate(event, label(base), "is 0"),
-        f"Clamp {label(base)} at a small positive value before {spot(event)} and compare.",
+        locate(event, called(base), "is 0"),
+        f"Clamp {called(base)} at a small positive value at {line(event)} and compare.",
         without_samples(event),
     )
     return Explanation("division_by_zero", (held, read(base), *lost_eps(event), outcome(event)), advice)
@@ -204,9 +216,9 @@ def exponential(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return None
     reached = f"; the input reached {figure(reach)}" if reach is not None else ""
     fact = f"{op}(x) exceeds {limit(event.dtype)}, from x = {figure(edge)} on{reached}."
-    name = label(operand) if operand is not None else "the input"
+    name = called(operand)
     advice = (
-        f"Clamp {name} below {figure(math.floor(edge))} before {spot(event)} and see whether the step stays finite.",
+        f"Clamp {name} below {figure(math.floor(edge))} at {line(event)} and see whether the step stays finite.",
         *range_checks(event, operand)[:2],
     )
     return Explanation("overflow", (fact, *known, outcome(event)), advice)
@@ -225,11 +237,11 @@ def bounded(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if operand is not None and not _outside(operand, low, high):
         return None
     known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
-    name = label(operand) if operand is not None else "the input"
+    name = called(operand)
     fact = f"{place(event)} takes values {domain}; outside, the result is NaN."
     advice = (
-        f"Print the smallest and largest {name} before {spot(event)} in float64: is the excess more than rounding?",
-        f"Clamp {name} just inside the domain before {spot(event)} and compare.",
+        f"Print the smallest and largest {name} before {line(event)} in float64: is the excess more than rounding?",
+        f"Clamp {name} just inside the domain at {line(event)} and compare.",
     )
     return Explanation("outside_domain", (fact, *known, outcome(event)), advice)
 
@@ -251,9 +263,9 @@ def _at_edge(event: OpEvent, operand: Operand | None, edges: tuple[float, ...], 
 
 
 def edge_checks(event: OpEvent, op: str, operand: Operand | None) -> tuple[str, ...]:
-    name = label(operand) if operand is not None else "the input"
+    name = called(operand)
     return (
-        f"Count how many elements of {name} lie exactly on the edge before {op} at {event.where or spot(event)}.",
+        f"Count how many elements of {name} lie exactly on the edge before {op} at {line(event)}.",
         f"Clamp the input of {op} a little inside the edge ({_INSIDE.get(event.dtype, '1 - 1e-6')} instead of 1) and "
         "compare: a clamp to the edge itself is not enough.",
         without_samples(event),

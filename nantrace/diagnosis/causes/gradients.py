@@ -14,7 +14,7 @@ from nantrace.diagnosis.causes.linalg import factorization, spectrum_gradient
 from nantrace.diagnosis.causes.reading import all_finite, argument, has_inf, has_negative, has_zero, operation
 from nantrace.diagnosis.causes.reductions import masked_row
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import outcome, place, plural, read, spot, zeros
+from nantrace.diagnosis.causes.wording import line, outcome, place, plural, read, zeros
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 RuleOfNode = Callable[[Lineage, OpEvent], "Explanation | None"]
@@ -31,8 +31,8 @@ def incoming(event: OpEvent) -> tuple[str, ...]:
     if event.kind != "nan" or gradient is None or has_zero(gradient) is not True:
         return ()
     return (
-        f"The incoming gradient held {zeros(gradient)}; where it meets a 0 below, 0 / 0 is NaN. A where() or a mask "
-        "behind the function does not help: it only sets that gradient to 0.",
+        f"The incoming gradient held {zeros(gradient)}: 0 / 0 is NaN, so a where() or a mask behind the function, "
+        "which only sets that gradient to 0, cannot help.",
     )
 
 
@@ -47,17 +47,26 @@ def _at_zero(cause: str, function: str, formula: str, condition: str = "x > 0") 
             return None
         fact = f"The gradient of {function} is {formula}; {place(event)} divided by {zeros(below)}."
         forward = tuple(read(operand, "Forward input") for operand in event.forward_operands[:1])
-        at = event.where or spot(event)
-        repair = (
-            f"Compute {function} at {at} as the root of a sum of squares plus 1e-6, and see whether the gradient stays "
-            "finite."
-            if cause == "norm_at_zero"
-            else guard_before(event, function, "1", condition)
-        )
-        advice = (f"Print where {condition} does not hold in {function} at {at}.", repair, without_samples(event))
+        located = f"Print the indices where {condition} is false in {function}, at {line(event)}."
+        advice = (located, _repair(event, cause, function, condition), without_samples(event))
         return Explanation(cause, (fact, *incoming(event), *forward, outcome(event)), advice)
 
     return rule
+
+
+def _repair(event: OpEvent, cause: str, function: str, condition: str) -> str:
+    """The change before the function that would keep its gradient finite."""
+    if cause == "norm_at_zero":
+        return (
+            f"Compute {function} at {line(event)} as the root of a sum of squares plus 1e-6, and see whether the "
+            "gradient stays finite."
+        )
+    if cause == "sqrt_at_zero":
+        return (
+            f"Add 1e-6 inside the root at {line(event)}, not behind it, or put torch.where({condition}, x, 1) before "
+            "it: does the gradient stay finite?"
+        )
+    return guard_before(event, function, "1", condition)
 
 
 def _edge(function: str, formula: str) -> RuleOfNode:
@@ -74,7 +83,10 @@ def _edge(function: str, formula: str) -> RuleOfNode:
             return Explanation("outside_domain", (fact, *known, outcome(event)), edge_checks(event, function, forward))
         if has_zero(below) is not True:
             return None
-        fact = f"The gradient of {function} is {formula}, infinite at the edge; {place(event)} met {zeros(below)}."
+        fact = (
+            f"The gradient of {function} is {formula}, infinite at the edge; the denominator in {place(event)} held "
+            f"{zeros(below)}."
+        )
         return Explanation(
             "domain_edge", (fact, *incoming(event), *known, outcome(event)), edge_checks(event, function, forward)
         )

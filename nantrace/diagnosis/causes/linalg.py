@@ -5,7 +5,7 @@ from __future__ import annotations
 from nantrace.diagnosis.causes.dtypes import wider
 from nantrace.diagnosis.causes.reading import absmax, all_finite, argument, has_zero
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import label, outcome, place, read, spot, zeros
+from nantrace.diagnosis.causes.wording import label, line, outcome, place, read, spot, zeros
 from nantrace.lineage import Lineage, OpEvent
 
 _MATRICES = ("A", "self", "input", "LU", "L", "R", "B")
@@ -43,7 +43,7 @@ def spectrum_gradient(lineage: Lineage, event: OpEvent) -> Explanation | None:
         f"singular values; in {place(event)} these held {zeros(gaps)}."
     )
     advice = (
-        f"Print the sorted spectrum of the matrix at {event.where or spot(event)} and its smallest gap.",
+        f"Print the sorted spectrum of the matrix at {line(event)} and its smallest gap.",
         f"Add a small random diagonal to the matrix before {spot(event)} and see whether the gradient stays finite.",
         "Use only eigenvalues or singular values in the loss, for a test: their gradient does not divide by the gaps.",
     )

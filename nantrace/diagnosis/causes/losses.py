@@ -7,7 +7,7 @@ from nantrace.diagnosis.causes.checks import in_wider, locate, without_samples
 from nantrace.diagnosis.causes.dtypes import is_narrow
 from nantrace.diagnosis.causes.reading import absmax, all_finite, argument, elements, has_inf, product, size
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import described, figure, label, outcome, place, plural, read, spot
+from nantrace.diagnosis.causes.wording import described, figure, label, line, outcome, place, plural, read, spot
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 
@@ -49,7 +49,7 @@ def _all_ignored(event: OpEvent, target: Operand | None, ignored: object) -> Exp
 def _nothing(event: OpEvent, fact: str, check: str) -> Explanation:
     advice = (
         check,
-        f"Use reduction='sum' and divide by max(count, 1) at {event.where or spot(event)}: does the loss stay finite?",
+        f"Use reduction='sum' and divide by max(count, 1) at {line(event)}: does the loss stay finite?",
         without_samples(event) if event.samples else "Repeat the step on another batch and compare the loss.",
     )
     return Explanation("nothing_to_average", (fact, outcome(event)), advice)
@@ -59,10 +59,8 @@ def infinite_weight(event: OpEvent, weight: Operand | None) -> Explanation | Non
     """A class or sample weight that is infinite, for example 1 / count of a class that never occurs."""
     if weight is None:
         return None
-    fact = (
-        f"{place(event)} was given a weight with {plural(weight.posinf + weight.neginf, 'infinite entr').rstrip('s')}"
-    )
-    fact = fact + ("y." if weight.posinf + weight.neginf == 1 else "ies.")
+    count = weight.posinf + weight.neginf
+    fact = f"{place(event)} was given a weight with {count:,} infinite {'entry' if count == 1 else 'entries'}."
     advice = (
         f"Print which entries of {label(weight)} are infinite, and how often each of those classes occurs.",
         f"Clamp {label(weight)} to a finite maximum before {spot(event)} and see whether the loss stays finite.",
@@ -87,18 +85,31 @@ def alignment(lineage: Lineage, event: OpEvent) -> Explanation | None:
     elif has_inf(scores) and lost is None:
         return None
     else:
-        fact = (
-            f"{place(event)} found no alignment, so its loss is +inf: a target was longer than its input, counting the "
-            "blank that two equal neighbours need."
-        )
+        fact = _unaligned(event)
     advice = (
-        f"Print input_length - target_length - repeats for each sample at {event.where or spot(event)}; it must not be "
-        "negative.",
+        f"Print input_length - target_length - repeats for each sample at {line(event)}; it must not be negative.",
         "Repeat the step with zero_infinity=True and see whether it stays finite: that drops these samples.",
         without_samples(event) if event.samples else "Repeat the step without the samples whose target is too long.",
     )
     known = (read(scores),) if scores is not None else ()
     return Explanation("no_alignment", (fact, *known, outcome(event)), advice)
+
+
+def _unaligned(event: OpEvent) -> str:
+    """What is known of lengths that were recorded as ranges only."""
+    who = f"sample {event.first_bad}" if len(event.shape) == 1 and event.first_bad >= 0 else "a sample"
+    targets, frames = argument(event, "target_lengths"), argument(event, "input_lengths")
+    if targets is None or frames is None or not absmax(targets) or not absmax(frames):
+        known = ""
+    else:
+        known = (
+            f" Targets have up to {plural(int(targets.max or 0), 'label')}, inputs at most {int(frames.max or 0):,} "
+        )
+        known += f"frame{'s' * (frames.max != 1)}."
+    return (
+        f"{place(event)} found no alignment for {who}: its target is longer than its input, counting the blank that "
+        f"two equal neighbours need.{known}"
+    )
 
 
 def _too_long(inputs: object, targets: object) -> list[tuple[int, int, int]]:
@@ -128,7 +139,7 @@ def binary(lineage: Lineage, event: OpEvent) -> Explanation | None:
     fact = f"{place(event)} divides by p * (1 - p), held above 1e-12, which is 0 in {event.dtype}; p reached {where}."
     advice = (
         in_wider(event),
-        f"Use binary_cross_entropy_with_logits on the logits at {event.where or spot(event)} and compare.",
+        f"Use binary_cross_entropy_with_logits on the logits at {line(event)} and compare.",
         locate(event, label(probability), f"is {where.replace(' and ', ' or ')}"),
     )
     return Explanation("eps_underflow", (fact, read(probability), outcome(event)), advice)

@@ -10,10 +10,11 @@ import math
 import re
 from itertools import pairwise
 
+from nantrace.diagnosis.causes.checks import SEARCHES
 from nantrace.diagnosis.causes.dtypes import largest
-from nantrace.diagnosis.causes.reading import in_backward
+from nantrace.diagnosis.causes.reading import in_backward, parents
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, place, plural
+from nantrace.diagnosis.causes.wording import figure, line, place, plural
 from nantrace.lineage import Lineage, OpEvent, Sink
 
 OVERFLOWS = frozenset({"overflow", "cast_overflow", "norm_overflow"})
@@ -27,15 +28,21 @@ _HUGE = 1e6
 
 def with_messengers(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
     """The explanation, with what the rest of the step says about it."""
-    for enlarge in (_huge_parameters, _growing_outputs, _loss_scale, _updates):
+    for enlarge in (_huge_parameters, _growing_outputs, _recomputed, _loss_scale, _updates):
         found = enlarge(lineage, event, found)
-    return Explanation(found.cause, found.evidence, found.advice[:3])
+    return Explanation(found.cause, (*found.evidence, *_spread_by_clipping(lineage, event)), found.advice[:3])
 
 
 def _put_first(
     found: Explanation, facts: tuple[str, ...], advice: tuple[str, ...], cause: str | None = None
 ) -> Explanation:
     return Explanation(cause or found.cause, (*facts, *found.evidence), (*advice, *found.advice))
+
+
+def _without_search(found: Explanation) -> Explanation:
+    """Where the source of a magnitude is known, the advice to look for it is not needed."""
+    kept = tuple(text for text in found.advice if not text.startswith(SEARCHES))
+    return Explanation(found.cause, found.evidence, kept)
 
 
 def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
@@ -49,7 +56,7 @@ def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Ex
         f"Print the magnitude of {name} right after the model is built or loaded, initialise it anew, and see whether "
         "the step stays finite."
     )
-    return _put_first(found, facts, (check,))
+    return _put_first(_without_search(found), facts, (check,))
 
 
 def _growing_outputs(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
@@ -65,10 +72,10 @@ def _growing_outputs(lineage: Lineage, event: OpEvent, found: Explanation) -> Ex
         f"{figure(low)} there, {figure(high)} in {last}, {count - 1} modules later. {place(event)} is the messenger."
     )
     check = (
-        f"Check the initialisation and scale of {first}: divide its weight by {figure(factor)} and see "
-        "how far the growth stops."
+        f"Check how {first} and the modules like it are initialised and scaled: divide their weights by "
+        f"{figure(factor)} and see whether the step stays finite."
     )
-    return _put_first(found, (fact,), (check,))
+    return _put_first(_without_search(found), (fact,), (check,))
 
 
 def steady_growth(lineage: Lineage, event: OpEvent) -> list[tuple[str, float]] | None:
@@ -104,6 +111,22 @@ def _like_named(lineage: Lineage, event: OpEvent) -> list[tuple[str, float]]:
     ]
 
 
+def _recomputed(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    """A checkpointed forward that went otherwise the second time: what it reads changed in between."""
+    same = (event.op, event.module, event.where)
+    earlier = any(e.phase == "forward" and (e.op, e.module, e.where) == same for e in lineage.events)
+    if event.phase != "recompute" or event.kind not in ("nan", "inf") or earlier:
+        return found
+    names = [operand.tensor for operand in event.operands if operand.tensor]
+    what = names[0] if names else "each input of the op"
+    fact = (
+        "It happened when the backward recomputed a checkpointed forward; in the forward itself this op stayed finite, "
+        "so something that it reads changed in between."
+    )
+    check = f"Print {what} at {line(event)} in the forward and again in the recomputation: what changes it in between?"
+    return _put_first(found, (fact,), (check,))
+
+
 def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
     if found.cause not in OVERFLOWS or event.iteration not in lineage.skipped_iterations:
         return found
@@ -111,6 +134,9 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
     seen = f"GradScaler skipped this iteration ({plural(skips, 'iteration')} skipped in this step)."
     outside = updates_outside_the_scaler(lineage, event)
     facts = tuple(f"{name} was updated all the same: an optimizer stepped outside the scaler." for name in outside[:1])
+    later = [iteration for iteration, *_ in lineage.growth if iteration > max(lineage.skipped_iterations)]
+    if later and not outside:
+        seen += f" From iteration {min(later)} on updates were taken again."
     if not in_backward(event) and event.phase not in ("recompute", "post_backward"):
         fact = "The value was born in forward, which the loss scale does not touch: no scale makes it finite."
         return _put_first(found, (*facts, seen, fact), ())
@@ -127,6 +153,29 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
         f"{figure(largest(event.dtype) or math.inf)}: if it overflows unscaled, no scale helps."
     )
     return _put_first(found, (*facts, seen), (check, lower), "scaled_gradient_overflow")
+
+
+def _spread_by_clipping(lineage: Lineage, event: OpEvent) -> tuple[str, ...]:
+    """Gradients that were finite until an op after backward multiplied them by a nonfinite coefficient."""
+    writers: dict[str, tuple[OpEvent, ...]] = {}
+    for sink in lineage.sinks:
+        if sink.kind == "grad" and sink.iteration == event.iteration and not sink.left:
+            written = (lineage.events[id - 1] for id, _ in sink.starts if 1 <= id <= len(lineage.events))
+            writers.setdefault(sink.name, tuple(written))
+    between = {name: found for name, found in writers.items() if any(e.phase == "post_backward" for e in found)}
+    own = [
+        name
+        for name, found in between.items()
+        for e in found
+        if any(p.phase == "backward" for p in parents(lineage, e))
+    ]
+    spread = len(between) - len(set(own))
+    if event.phase == "post_backward" or not own or spread <= 0:
+        return ()
+    return (
+        f"Backward left {plural(len(set(own)), 'gradient')} nonfinite ({own[0]} first); {spread:,} more became so "
+        "only afterwards, multiplied by a coefficient made of the first, as clipping by the norm does.",
+    )
 
 
 def updates_outside_the_scaler(lineage: Lineage, event: OpEvent) -> list[str]:

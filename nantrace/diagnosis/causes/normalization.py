@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from nantrace.diagnosis.causes.arithmetic import beyond_bound, met_infinity
-from nantrace.diagnosis.causes.checks import in_wider, locate
-from nantrace.diagnosis.causes.dtypes import rounds_to_zero
-from nantrace.diagnosis.causes.reading import all_finite, argument, elements, has_inf, number, operation, parents, power
+from nantrace.diagnosis.causes.checks import in_wider
+from nantrace.diagnosis.causes.dtypes import rounds_to_zero, wider
+from nantrace.diagnosis.causes.reading import (
+    all_finite,
+    argument,
+    elements,
+    has_inf,
+    in_backward,
+    number,
+    operation,
+    parents,
+    power,
+)
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, label, limit, outcome, place, plural, read, spot
+from nantrace.diagnosis.causes.wording import called, figure, label, limit, line, outcome, place, plural, read, spot
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 _SAVED = ("rstd", "invstd", "save_invstd", "saved_invstd", "save_var", "reserve")
@@ -51,7 +61,12 @@ def _eps_too_small(event: OpEvent, dtype: str, eps: float | None, operand: Opera
     known = (read(operand),) if operand is not None else ()
     advice = (
         f"Set eps = 1e-5 in {spot(event)} and see whether the step stays finite.",
-        in_wider(event),
-        locate(event, label(operand) if operand is not None else "the input", "has rows without variance"),
+        _with_eps_kept(event, dtype) if eps else in_wider(event),
+        f"Print which rows of {called(operand)} have no variance at {line(event)}.",
     )
     return Explanation("eps_underflow", (*((held,) if held else ()), fact, *known, outcome(event)), advice)
+
+
+def _with_eps_kept(event: OpEvent, dtype: str) -> str:
+    what = f"the forward of {spot(event)}" if in_backward(event) else spot(event)
+    return f"Run {what} in {wider(dtype)}, where eps is not 0, and see whether the step stays finite."

@@ -40,7 +40,7 @@ def _advice(event: OpEvent) -> tuple[str, ...]:
     owner = event.tensor or "the parameters"
     return (
         f"Keep {owner} and their moments in float32 (autocast instead of model.half()) and compare.",
-        f"Set eps = 1e-4 in the optimizer at {event.where or 'its construction'} and see whether the update "
+        f"Set eps = 1e-4 in the optimizer that steps at {event.where or 'its construction'} and see whether the update "
         "stays finite.",
         "Print how many elements of each gradient are exactly 0: there both moments are 0.",
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from nantrace.diagnosis.causes.arithmetic import beyond_bound, met_infinity, overflowed
-from nantrace.diagnosis.causes.checks import locate, range_checks, without_samples
-from nantrace.diagnosis.causes.dtypes import largest
+from nantrace.diagnosis.causes.checks import range_checks, without_samples
+from nantrace.diagnosis.causes.dtypes import is_narrow, largest
 from nantrace.diagnosis.causes.reading import (
     absmax,
     all_finite,
@@ -21,7 +21,7 @@ from nantrace.diagnosis.causes.reading import (
     sources,
 )
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, label, limit, outcome, place, plural, read, spot
+from nantrace.diagnosis.causes.wording import called, figure, label, limit, line, outcome, place, plural, read
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 
@@ -35,10 +35,10 @@ def empty(event: OpEvent, operand: Operand | None) -> Explanation | None:
     """A reduction over nothing."""
     if operand is None or elements(operand):
         return None
-    fact = f"{place(event)} ran over no elements: {label(operand)} has shape {list(operand.shape)}."
+    fact = f"{place(event)} ran over no elements: {called(operand, 'its input')} has shape {list(operand.shape)}."
     advice = (
-        f"Print the shape and the mask or index that made {label(operand)} empty at {event.where or spot(event)}.",
-        f"Return 0 for an empty selection at {event.where or spot(event)} and see whether the step stays finite.",
+        f"Print the shape and the mask or index that made {called(operand)} empty at {line(event)}.",
+        f"Return 0 for an empty selection at {line(event)} and see whether the step stays finite.",
     )
     return Explanation("empty_reduction", (fact, outcome(event)), advice)
 
@@ -58,7 +58,19 @@ def total(lineage: Lineage, event: OpEvent) -> Explanation | None:
     reach, terms = absmax(operand), _terms(event, operand)
     bound = None if reach is None else product(reach, terms)
     fact = f"{plural(terms, 'element')} of up to {figure(reach or 0.0)} may add up to"
-    return beyond_bound(event, bound, fact, operand)
+    found = beyond_bound(event, bound, fact, operand)
+    many = reach is not None and bound is not None and reach * 100 <= bound and is_narrow(event.dtype)
+    return _by_number(event, found, terms) if found is not None and many else found
+
+
+def _by_number(event: OpEvent, found: Explanation, terms: int) -> Explanation:
+    """A sum of many small elements: to look for a large one would lead nowhere."""
+    advice = (
+        f"Sum in float32 (dtype=torch.float32) at {line(event)} and compare the result with "
+        f"{figure(largest(event.dtype) or 0.0)}.",
+        f"Divide by {terms:,} before the sum, or use a mean, and see whether the step stays finite.",
+    )
+    return Explanation(found.cause, found.evidence, advice)
 
 
 def _over_what(event: OpEvent) -> Explanation | None:
@@ -71,8 +83,8 @@ def _over_what(event: OpEvent) -> Explanation | None:
         "sums overflow in both directions."
     )
     advice = (
-        f"Print the shape of its input at {event.where or spot(event)}: does a mask or an index leave no element?",
-        f"Return 0 for an empty selection at {event.where or spot(event)} and see whether the step stays finite.",
+        f"Print the shape of its input at {line(event)}: does a mask or an index leave no element?",
+        f"Return 0 for an empty selection at {line(event)} and see whether the step stays finite.",
     )
     return Explanation("unknown", (fact, "Its input was not recorded.", outcome(event)), advice)
 
@@ -114,7 +126,7 @@ def norm(lineage: Lineage, event: OpEvent) -> Explanation | None:
     clip = event.phase == "post_backward"
     effect = ("A clip by this norm multiplies every gradient by 0 and so erases the update.",) if clip else ()
     advice = (
-        f"Compute the norm at {event.where or spot(event)} in float64 and compare it with {figure(top)}.",
+        f"Compute the norm at {line(event)} in float64 and compare it with {figure(top)}.",
         "Print the largest magnitude of each tensor in the norm and find the one that dominates.",
         "Clip by value, or by a norm in float64, before this line and see whether the update survives."
         if clip
@@ -146,13 +158,13 @@ def _without_freedom(event: OpEvent, operand: Operand) -> Explanation | None:
         return None
     fact = (
         f"{place(event)} had {plural(count, 'element')} to each result and divides by n - {figure(correction)} = "
-        f"{figure(count - correction)}: {label(operand)} has shape {list(operand.shape)}."
+        f"{figure(count - correction)}: {called(operand, 'its input')} has shape {list(operand.shape)}."
     )
     advice = (
-        f"Call it with correction=0 at {event.where or spot(event)} and see whether the step stays finite.",
-        f"Print the shape of {label(operand)} there over the last batches: is this a short last batch or a "
+        f"Call it with correction=0 at {line(event)} and see whether the step stays finite.",
+        f"Print the shape of {called(operand)} there over the last batches: is this a short last batch or a "
         "short sample?",
-        f"Skip the normalisation at {event.where or spot(event)} when there is one element, and compare.",
+        f"Skip the normalisation at {line(event)} when there is one element, and compare.",
     )
     return Explanation("single_element_std", (fact, outcome(event)), advice)
 
@@ -177,18 +189,29 @@ def softmax(lineage: Lineage, event: OpEvent) -> Explanation | None:
 
 def masked_row(lineage: Lineage, event: OpEvent, operand: Operand) -> Explanation:
     """A row that holds nothing but -inf."""
-    width = _width(event, operand)
-    rows = f", at most {plural(operand.neginf // width, 'full row')} of {width}" if width else ""
-    fact = f"A row of {label(operand)} held nothing but -inf: {place(event)} computes -inf - (-inf), which is NaN."
-    count = f"Input {label(operand)} held {operand.neginf:,} -inf among {plural(elements(operand), 'element')}{rows}."
-    origin = next((source.tensor for source in sources(lineage, event) if source.tensor), None)
-    mask = origin or "the mask"
+    rows = _masked_rows(event, operand)
+    fact = f"{rows} of {label(operand)} held nothing but -inf: {place(event)} computes -inf - (-inf), which is NaN."
+    count = f"Input {label(operand)} held {operand.neginf:,} -inf among {plural(elements(operand), 'element')}."
+    written = next((source for source in sources(lineage, event) if source.neginf), None)
+    mask = written.tensor or "the mask" if written is not None else "the mask"
+    dim = event.scalars.get("dim")
+    full = f"(scores == -inf).all({dim if isinstance(dim, int) else -1}).nonzero()"
     advice = (
-        f"Count the rows that {mask} masks entirely: (scores == -inf).all(dim).sum() just before {spot(event)}.",
-        f"Mask with {_lowest(event)} instead of -inf at {spot(event)} and see whether the NaN is gone.",
-        without_samples(event) if event.samples else locate(event, "a whole row", "is -inf"),
+        f"Print which rows {mask} masks entirely, {full}, at {line(event)}.",
+        f"Mask with {_lowest(event)} instead of -inf at {(written and written.where) or line(event)} and see whether "
+        "the NaN is gone.",
+        without_samples(event),
     )
     return Explanation("all_masked_row", (fact, count, outcome(event)), advice)
+
+
+def _masked_rows(event: OpEvent, operand: Operand) -> str:
+    """How many rows came out as NaN, which for a softmax without NaN or +inf in its input are the masked ones."""
+    width = _width(event, operand)
+    if not width or "softmax" not in operation(event) or size(event) != elements(operand) or event.nan % width:
+        return "A row"
+    count = event.nan // width
+    return f"{count:,} of {plural(elements(operand) // width, 'row')}"
 
 
 def _lowest(event: OpEvent) -> str:

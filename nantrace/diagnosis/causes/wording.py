@@ -27,9 +27,10 @@ def plural(count: int, word: str) -> str:
 
 
 def counts(nan: int, posinf: int, neginf: int) -> str:
-    """The nonfinite elements by kind: "3 NaN and 1 +inf"."""
+    """The nonfinite elements by kind: "3 NaN, 2 +inf and 1 -inf"."""
     named = ((nan, "NaN"), (posinf, "+inf"), (neginf, "-inf"))
-    return " and ".join(f"{count:,} {word}" for count, word in named if count) or "no nonfinite element"
+    held = [f"{count:,} {word}" for count, word in named if count]
+    return " and ".join(filter(None, (", ".join(held[:-1]), *held[-1:]))) or "no nonfinite element"
 
 
 def shape(sizes: tuple[int, ...]) -> str:
@@ -43,6 +44,11 @@ def spot(event: OpEvent) -> str:
     if event.module == "":
         return "the model's own forward"
     return f"the code at {event.where}" if event.where else "the code outside any module"
+
+
+def line(event: OpEvent) -> str:
+    """Where the code to change stands: the source line, else the module."""
+    return event.where or spot(event)
 
 
 def place(event: OpEvent) -> str:
@@ -59,6 +65,11 @@ def place(event: OpEvent) -> str:
 def label(operand: Operand) -> str:
     """The argument's name with the tensor's own: "mat2 (head.weight)"."""
     return f"{operand.name} ({operand.tensor})" if operand.tensor and operand.tensor != operand.name else operand.name
+
+
+def called(operand: Operand | None, role: str = "the input") -> str:
+    """What an operand is to its op, with its own name if it has one: "the divisor (batch.scale)"."""
+    return f"{role} ({operand.tensor})" if operand is not None and operand.tensor else role
 
 
 def span(operand: Operand) -> str:
@@ -83,7 +94,9 @@ def described(operand: Operand) -> str:
         return f"{operand.name} was {figure(value)}"
     bad = operand.nan + operand.posinf + operand.neginf
     held = f"held {counts(operand.nan, operand.posinf, operand.neginf)}" if bad else "was finite"
-    zeros = f" with {plural(operand.zero, 'zero')}" if operand.zero else ""
+    word = "zero part" if operand.dtype.startswith("complex") else "zero"  # real and imaginary parts are counted
+    only_zeros = operand.min == operand.max == 0
+    zeros = f" with {plural(operand.zero, word)}" if operand.zero and not only_zeros else ""
     return f"{label(operand)} ({operand.dtype}, {shape(operand.shape)}) {held}, {span(operand)}{zeros}"
 
 
@@ -94,8 +107,12 @@ def read(operand: Operand, when: str = "Input") -> str:
 
 def outcome(event: OpEvent) -> str:
     """What came out: "aten.log put out 4 -inf among 16 elements (float32)."."""
-    bad = counts(event.nan, event.posinf, event.neginf)
-    return f"{event.op or 'It'} put out {bad} among {plural(size(event), 'element')} ({event.dtype})."
+    return put_out(event.op, counts(event.nan, event.posinf, event.neginf), size(event), event.dtype)
+
+
+def put_out(op: str | None, bad: str, numel: int, dtype: str | None) -> str:
+    """The sentence of `outcome`, of its parts: a report that shows these numbers otherwise can leave it out."""
+    return f"{op or 'It'} put out {bad} among {plural(numel, 'element')} ({dtype})."
 
 
 def limit(dtype: str) -> str:
