@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nantrace.diagnosis.causes.wording import counts, put_out, read
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import Phase, Role, Site, Trace
-from nantrace.render.cells import harmless, shorten, table, wrap
+from nantrace.events import Phase, Role, Site, TensorStats, Trace
+from nantrace.lineage import Operand
+from nantrace.render.cells import columns, harmless, shorten, table, wrap
 
 _STYLES = {"fault": "1;31", "contained": "1;33", "inconclusive": "1;33", "not_reproduced": "1;33"}
 _HEADLINE = {
@@ -20,6 +22,7 @@ _HEADLINE = {
     "not_reproduced": "NOT REPRODUCED: the replayed step stayed finite.",
     "inconclusive": "INCONCLUSIVE",
 }
+_OPERANDS = 8  # operands of an op that are shown
 _AROUND = 3  # rows of the table on each side of the culprit
 _ADVICE = "Check next: "
 
@@ -45,8 +48,13 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
     if verdict.origin is not None:
         _first_nonfinite(page, verdict, verdict.origin)
     _headline(page, verdict)
+    shown_above = _told_by_numbers(verdict.origin)
     for sentence in verdict.evidence[1:] if verdict.status in _TOLD else verdict.evidence:
-        page.paragraph(sentence, indent=4)
+        if sentence not in shown_above:
+            page.paragraph(sentence, indent=4)
+    way = _way(verdict)
+    if way:
+        page.paragraph(f"Way: {way}.", indent=4)
     if verdict.replays:
         page.paragraph(f"{verdict.replays} replay{'s' * (verdict.replays != 1)}.", indent=4)
     for other in verdict.also:
@@ -76,6 +84,19 @@ class _Page:
     def paragraph(self, content: str, indent: int = 0, first: str | None = None, style: str | None = None) -> None:
         for line in wrap(harmless(content, self.ascii), self.width, indent, first):
             self._put(line, style)
+
+    def words(self, parts: Sequence[str], style: str | None = None) -> None:
+        """Parts with wide gaps between them, of which none is broken at a blank that fits on a line."""
+        lines = [harmless(parts[0], self.ascii)]
+        for part in (harmless(part, self.ascii) for part in parts[1:]):
+            longer = f"{lines[-1]}   {part}"
+            if columns(longer) <= self.width - 4 * (len(lines) > 1):
+                lines[-1] = longer
+            else:
+                lines.append(part)
+        for number, line in enumerate(lines):
+            for broken in wrap(line, self.width, 4, "" if number == 0 else None):
+                self._put(broken, style)
 
     def command(self, content: str) -> None:
         """A command to copy: never broken nor shortened, the one thing that may be wider than the page."""
@@ -107,17 +128,22 @@ def _header(trace: Trace) -> str:
 
 
 def _first_nonfinite(page: _Page, verdict: Verdict, origin: Origin) -> None:
-    page.paragraph("   ".join(["FIRST NONFINITE", *_place_words(origin)]), indent=4, first="", style="1")
+    page.words(["FIRST NONFINITE", *_place_words(origin)], style="1")
     for sentence in _facts(origin):
         page.paragraph(sentence, indent=4)
     page.gap()
 
 
 def _place_words(origin: Origin) -> list[str]:
-    words = [f"step {origin.step}"] if origin.step else []
-    words.append(origin.phase or "unknown phase")
-    if origin.module is not None:
+    words = [f"step {origin.step}"] if origin.step and not origin.op else []
+    if origin.step and origin.op:  # counted as the sentences about a replayed step count
+        words.append(f"iteration {origin.step + 1}")
+    given = origin.phase is None and not origin.op  # the tensor was so before anybody computed with it
+    words.append("before the step" if given else origin.phase or "unknown phase")
+    if origin.module is not None and not (given and origin.tensor):
         words.append(origin.module or "(model)")
+    if given and not origin.tensor and origin.module is None:
+        words.append("a tensor without a name")
     if origin.op:
         words.append(origin.op)
     elif origin.tensor and origin.tensor != origin.module:
@@ -145,20 +171,20 @@ def _facts(origin: Origin) -> list[str]:
     if output is not None and _field(output, "numel"):
         facts.append(_held(output, origin.first_bad))
     if origin.where:
-        facts.append(f"at {origin.where}")
+        facts.append(f"its forward ran at {origin.where}" if origin.node else f"at {origin.where}")
     if origin.samples:
         shown = ", ".join(str(sample) for sample in origin.samples[:12])
         facts.append(f"samples of the batch: {shown}{', ...' if len(origin.samples) > 12 else ''}")
-    for operand in origin.inputs[:8]:
+    for operand in origin.inputs[:_OPERANDS]:
         facts.append(_operand(operand))
-    if len(origin.inputs) > 8:
-        facts.append(f"and {len(origin.inputs) - 8} more inputs")
+    if len(origin.inputs) > _OPERANDS:
+        facts.append(f"and {len(origin.inputs) - _OPERANDS} more inputs")
     return facts
 
 
 def _held(stats: Any, first: tuple[int, ...] | None) -> str:
-    counts = [(_field(stats, "nan"), "nan"), (_field(stats, "posinf"), "+inf"), (_field(stats, "neginf"), "-inf")]
-    held = ", ".join(f"{count:,} {name}" for count, name in counts if count)
+    kinds = [(_field(stats, "nan"), "nan"), (_field(stats, "posinf"), "+inf"), (_field(stats, "neginf"), "-inf")]
+    held = ", ".join(f"{count:,} {name}" for count, name in kinds if count)
     if _field(stats, "numel") == 1:
         return f"its one element is {held.removeprefix('1 ')}" if held else "its one element is finite"
     where = f"; first at {list(first)}" if first else ""
@@ -166,14 +192,67 @@ def _held(stats: Any, first: tuple[int, ...] | None) -> str:
 
 
 def _operand(operand: Any) -> str:
-    name = _field(operand, "tensor") or _field(operand, "name") or "input"
-    low, high = _field(operand, "min"), _field(operand, "max")
-    span = f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no finite element"
-    counts = [(_field(operand, "nan"), "nan"), (_field(operand, "posinf"), "+inf"), (_field(operand, "neginf"), "-inf")]
-    bad = "".join(f", {count:,} {what}" for count, what in counts if count)
+    names = [name for name in (_field(operand, "name"), _field(operand, "tensor")) if name]
+    name = " = ".join(dict.fromkeys(names)) or "input"
+    span = _span(_field(operand, "min"), _field(operand, "max"), _field(operand, "shape"))
+    kinds = [(_field(operand, "nan"), "nan"), (_field(operand, "posinf"), "+inf"), (_field(operand, "neginf"), "-inf")]
+    bad = "".join(f", {count:,} {what}" for count, what in kinds if count)
     zero = _field(operand, "zero")
-    zeros = f", {zero:,} zero" if zero else ""
+    zeros = f", {zero:,} zero{'s' * (zero != 1)}" if zero and span != "all 0" and span != "0" else ""
     return f"read {name}: {_field(operand, 'dtype')} {list(_field(operand, 'shape') or ())}, {span}{zeros}{bad}"
+
+
+def _span(low: float | None, high: float | None, shape: Any) -> str:
+    """The finite range; one value is said once."""
+    if low is None or high is None:
+        return "no finite element"
+    if low != high:
+        return f"{low:.3g} to {high:.3g}"
+    return f"{low:.3g}" if shape is not None and not len(shape) else f"all {low:.3g}"
+
+
+def _told_by_numbers(origin: Origin | None) -> set[str]:
+    """Sentences of the evidence that the statistics of the first nonfinite tensor show already."""
+    if origin is None:
+        return set()
+    told = {read(operand) for operand in origin.inputs[:_OPERANDS] if isinstance(operand, Operand)}
+    output = origin.output
+    if isinstance(output, TensorStats):
+        bad = counts(output.nan, output.posinf, output.neginf)
+        told.add(put_out(origin.op, bad, output.numel, origin.dtype))
+    return told
+
+
+def _way(verdict: Verdict) -> str:
+    """Through which ops the values went from the origin to the sink, module by module."""
+    steps = [step for step in verdict.path if "sink" in step or step.get("op")]
+    if len(steps) < 3 or "sink" not in steps[-1]:
+        return ""
+    stops: list[tuple[str, list[str]]] = []
+    for step in steps[:-1]:
+        stop = _stop(step)
+        if not stops or stops[-1][0] != stop:
+            stops.append((stop, []))
+        stops[-1][1].append(str(step["op"]).removeprefix("aten."))
+    said = [f"{stop} ({', '.join(_ends(ops))})" for stop, ops in stops]
+    last = steps[-1]
+    name = str(last["name"])
+    sink = name if last["sink"] in ("loss", "returned", "state") else f"{last['sink']} {name}"
+    return " -> ".join([*_ends(said), sink])
+
+
+def _stop(step: Mapping[str, Any]) -> str:
+    phase, module = step.get("phase"), step.get("module")
+    place = "(model)" if module == "" else module
+    if phase in ("forward", "loss"):
+        return place or f"{phase} code"
+    return f"{phase} of {place}" if place else f"{phase}"
+
+
+def _ends(items: Sequence[str]) -> list[str]:
+    """The first and last of many."""
+    kept = list(items)
+    return kept if len(kept) <= 4 else [*kept[:2], "...", *kept[-2:]]
 
 
 def _field(value: Any, name: str) -> Any:
