@@ -461,3 +461,44 @@ def test_a_long_chain_of_events_is_followed_without_recursion() -> None:
     flow.sink("loss", inf=(last,))
     verdict = judged(flow)
     assert answer(verdict) == ("fault", "forward", "aten.log") and len(verdict.path) <= 50
+
+
+# ---------------------------------------------------------------------------------------------------- what is said
+def test_a_contained_value_says_which_op_made_it_finite_and_what_that_leaves() -> None:
+    flow = Flow()
+    born = flow.op("aten.pow", "inf", posinf=1)
+    flow.op("aten.add", "propagated", posinf=1, of_inf=(born,), absorbed_by=("aten.rsqrt",))
+    assert judged(flow).evidence[-1] == (
+        "No loss, gradient, parameter or buffer holds it: aten.rsqrt made finite values of it. 1 / inf is 0, so what "
+        "this scales is silently 0."
+    )
+    flow.lineage.events[-1].absorbed_by = ("aten.hardtanh", "aten.hardtanh_backward")
+    assert judged(flow).evidence[-1].endswith("holds it: aten.hardtanh made finite values of it.")
+
+
+def test_damage_behind_a_finite_loss_is_called_so() -> None:
+    flow = Flow()
+    flow.sink("grad", "w", nan=(flow.op("aten.div", "nan", nan=1, phase="backward"),))
+    assert judged(flow).evidence[-1].endswith("nonfinite in all: 1 gradient. No loss came out nonfinite.")
+    flow.sink("loss", nan=(1,), excuse="soft")
+    assert "No loss" not in judged(flow).evidence[-1]
+
+
+def test_a_second_birth_at_the_same_place_is_not_named_again() -> None:
+    flow = Flow()
+    first = flow.op("aten.sum", "inf", posinf=1, where="dice.py:3 in forward")
+    second = flow.op("aten.sum", "inf", posinf=1, where="dice.py:3 in forward")
+    other = flow.op("aten.exp", "inf", posinf=1, where="dice.py:4 in forward")
+    flow.sink("loss", inf=(first, second, other))
+    assert [origin.op for origin in judged(flow).also] == ["aten.exp"]
+
+
+def test_rows_of_a_parameter_are_not_samples_of_the_batch() -> None:
+    flow = Flow()
+    flow.sink("loss", nan=(flow.given("param", "head.bias", nan=1, samples=(1,)),))
+    parameter = judged(flow).origin
+    assert parameter is not None and parameter.tensor == "head.bias" and parameter.samples is None
+    flow = Flow()
+    flow.sink("loss", nan=(flow.given("batch", "batch.x", nan=1, samples=(1,)),))
+    batch = judged(flow).origin
+    assert batch is not None and batch.samples == (1,)

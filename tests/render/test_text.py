@@ -148,6 +148,61 @@ def test_an_op_level_verdict_shows_op_node_line_operands_samples_and_replays() -
     assert "FAULT in backward: sqrt at zero. 0/0." in shown
 
 
+def shown_lines(verdict: Verdict) -> list[str]:
+    return [line.strip() for line in text(None, verdict).split("\n")]
+
+
+def test_the_way_from_an_op_to_its_sink_is_told_module_by_module() -> None:
+    def step(op: str, module: str | None, phase: str = "forward") -> dict[str, str | None]:
+        return {"op": f"aten.{op}", "module": module, "phase": phase}
+
+    way = (step("exp", "enc"), step("mul", "enc"), step("mean", None, "loss"), {"sink": "loss", "name": "loss"})
+    assert "Way: enc (exp, mul) -> loss code (mean) -> loss." in shown_lines(Verdict("fault", path=way))
+    long = tuple(step("add", f"layer.{n}", "backward") for n in range(9))
+    said = " ".join(shown_lines(Verdict("fault", path=(*long, {"sink": "grad", "name": "w"}))))
+    assert "backward of layer.0 (add) -> backward of layer.1 (add) -> ... -> backward of layer.7" in said
+    assert said.rstrip().endswith("-> grad w.") and "layer.4" not in said
+
+
+def test_numbers_that_the_operands_show_are_not_said_again() -> None:
+    verdict = bisected()
+    read = "Input self (float32, 2x1) was finite, from 0 to 1.5 with 1 zero."
+    made = "aten.div put out 1 NaN among 2 elements (float32)."
+    more = dataclasses.replace(verdict, evidence=("0/0.", read, made, "Input self was odd.", "Reached."))
+    assert text(None, more) == text(
+        None, dataclasses.replace(verdict, evidence=("0/0.", "Input self was odd.", "Reached."))
+    )
+    assert read not in text(None, more) and "odd" in text(None, more)
+
+
+def test_operands_are_named_by_argument_and_tensor_and_one_value_is_said_once() -> None:
+    weight = Operand("mat2", "float16", (32, 8), 0, 0, 0, 100.0, 100.0, tensor="head.weight")
+    bias = Operand("self", "float16", (8,), 0, 0, 0, 0.0, 0.0, zero=8)
+    shown = shown_lines(dataclasses.replace(bisected(), origin=Origin(op="aten.addmm", inputs=(weight, bias))))
+    assert "read mat2 = head.weight: float16 [32, 8], all 100" in shown
+    assert "read self: float16 [8], all 0" in shown
+
+
+def test_a_tensor_that_was_bad_from_the_start_has_no_phase() -> None:
+    stats = TensorStats("float32", (2,), 2, 0, nan=2)
+    origin = Origin(module="head", tensor="head.bias", kind="nan", dtype="float32", output=stats)
+    assert shown_lines(Verdict("fault", "state", "bad_param", origin))[0] == (
+        "FIRST NONFINITE   before the step   head.bias   float32 [2]"
+    )
+    nameless = Origin(kind="inf", dtype="float32", output=stats)
+    assert "before the step   a tensor without a name" in shown_lines(Verdict("fault", origin=nameless))[0]
+
+
+def test_an_op_of_a_later_iteration_counts_like_the_sentences_about_it() -> None:
+    origin = dataclasses.replace(bisected().origin or Origin(), step=3)
+    assert "FIRST NONFINITE   iteration 4   backward" in text(None, dataclasses.replace(bisected(), origin=origin))
+
+
+def test_a_shape_is_not_torn_from_its_dtype() -> None:
+    first, second, *_ = text(None, bisected()).split("\n")
+    assert first.endswith("node SqrtBackward0") and second == "    float32 [2, 1]"
+
+
 def test_a_verdict_that_has_its_op_does_not_ask_for_bisect_again() -> None:
     assert "nantrace bisect" not in text(None, bisected())
 
