@@ -6,6 +6,7 @@ Works on pieces that fit the cache. A piece is masked only if its extremes say t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,19 +85,20 @@ def merge(rows: list[Row], full: bool) -> Row:
 def float_row(tensor: torch.Tensor, full: bool) -> Row:
     """The row of a tensor of a dtype in `FLOAT_FORMATS`, nonempty, without lazy conjugation or negation."""
     layout, form = lay_out(tensor), FLOAT_FORMATS[tensor.dtype]
-    if not full:
+    if not full and layout.elements.numel() > PIECE:
         low, high = _extremes(layout.elements)
         if -math.inf < low and high < math.inf:
             numel = tensor.numel()
             return (numel, numel, 0, 0, 0, low + 0.0, high + 0.0, NAN, -1, 0, 0, 0, RANGE)
     tally, before, found = Tally(), 0, 0
-    for piece in pieces(layout.elements, PIECE):
-        bad = _count_piece(piece, form, full, tally)
+    bad: Mask | None = None
+    for codes in _code_pieces(layout, form):
+        bad = _count_piece(codes, form, full, tally, suspect=bad is not None)
         if bad is not None and found <= _POSITIONS and (not found or not layout.ordered):
             positions = np.flatnonzero(bad)
             found += len(positions)
             tally.bad.append(positions[: 1 if layout.ordered else None] + before)
-        before += len(piece)
+        before += len(codes)
     if found:
         known = found <= _POSITIONS or layout.ordered
         tally.first_bad = layout.flat_index(np.concatenate(tally.bad)) if known else _search(layout, form)
@@ -109,36 +111,70 @@ def _extremes(elements: torch.Tensor) -> tuple[float, float]:
     return low.item(), high.item()
 
 
-def _codes(piece: torch.Tensor, form: FloatFormat) -> Codes:
-    """The codes of a piece, in its shape."""
-    return piece.view(form.bits).numpy().view(form.code)
+def _code_pieces(layout: Layout, form: FloatFormat) -> Iterator[Codes]:
+    """The codes of all elements: arrays of shape (elements,), or (elements, 2) if they are complex.
+
+    In numpy, on one thread: PyTorch's threads would wait for each other at each piece.
+    """
+    elements = layout.elements
+    if elements.dim() == 1 and (elements.stride(0) == 1 or len(elements) == 1):  # one array, without a copy
+        real = torch.view_as_real(elements) if elements.is_complex() else elements
+        codes = _codes(real, form)
+        for start in range(0, len(codes), PIECE):
+            yield codes[start : start + PIECE]
+    else:
+        for piece in pieces(elements, PIECE):
+            yield _codes(piece, form)
 
 
-def _count_piece(piece: torch.Tensor, form: FloatFormat, full: bool, tally: Tally) -> Mask | None:
-    """Adds a piece to the tally. Returns which elements are nonfinite, None if none is."""
-    low, high = _extremes(piece)
-    codes = _codes(piece, form)
-    if -math.inf < low and high < math.inf:
-        tally.finite += len(codes)
-        tally.see(low, high)
-        if full:
-            _count_finite(codes, form, tally)
-        return None
+def _codes(real: torch.Tensor, form: FloatFormat) -> Codes:
+    return real.view(form.bits).numpy().view(form.code)
+
+
+def _count_piece(codes: Codes, form: FloatFormat, full: bool, tally: Tally, suspect: bool) -> Mask | None:
+    """Adds a piece to the tally. Returns which elements are nonfinite, None if none is.
+
+    Whether all is finite is asked first, unless the piece is suspect: behind a bad one, all are often NaN.
+    """
+    if not suspect:
+        low, high = _extreme_codes(codes, form)
+        if low & form.magnitude < form.inf and high & form.magnitude < form.inf:
+            tally.finite += len(codes)
+            tally.see(form.value(low), form.value(high))
+            if full:
+                _count_finite(codes, form, tally)
+            return None
     magnitudes = codes & codes.dtype.type(form.magnitude)
-    is_nan, bad = _any(magnitudes > form.inf), _any(magnitudes >= form.inf)
-    nan, count = _true(is_nan), _true(bad)
+    is_nan = _any(magnitudes > form.inf)
+    nan = _true(is_nan)
+    if suspect and nan == 0:
+        return _count_piece(codes, form, full, tally, suspect=False)
     tally.nan += nan
+    if nan == len(codes):
+        return is_nan
+    bad = _any(magnitudes >= form.inf)
+    count = _true(bad)
     if nan < count:
-        posinf = _true(_any(codes == form.inf) & ~is_nan)
+        is_posinf = _any(codes == form.inf)
+        posinf = _true(is_posinf & ~is_nan if nan else is_posinf)
         tally.posinf += posinf
         tally.neginf += count - nan - posinf
     if count < len(codes):
-        good = codes[~bad]
-        tally.finite += len(good)
-        tally.see(*_extreme_codes(good, form))
-        if full:
-            _count_finite(good, form, tally)
+        _count_good(codes, bad, len(codes) - count, form, full, tally)
     return bad
+
+
+def _count_good(codes: Codes, bad: Mask, count: int, form: FloatFormat, full: bool, tally: Tally) -> None:
+    """Adds the `count` elements that are not bad."""
+    tally.finite += count
+    if full:
+        good = codes[~bad]
+        _count_finite(good, form, tally)
+    else:  # dropping elements costs more than putting a good one in their place
+        some = codes[int(bad.argmin())]
+        good = np.where(bad if codes.ndim == 1 else bad[:, None], some, codes)
+    low, high = _extreme_codes(good, form)
+    tally.see(form.value(low), form.value(high))
 
 
 def _true(mask: npt.NDArray[np.generic]) -> int:
@@ -153,13 +189,14 @@ def _all(parts: Mask) -> Mask:
     return parts if parts.ndim == 1 else parts[:, 0] & parts[:, 1]
 
 
-def _extreme_codes(codes: Codes, form: FloatFormat) -> tuple[float, float]:
-    """Smallest and largest number: nonnegative codes order as signed integers, negative ones in reverse."""
-    signed = codes.view(form.signed)
-    least, most = int(codes.min()), int(codes.max())
-    low = most if most & form.sign else least
-    high = least if least & form.sign else int(signed.max())
-    return form.value(low), form.value(high)
+def _extreme_codes(codes: Codes, form: FloatFormat) -> tuple[int, int]:
+    """Codes of the smallest and the largest number, if all are finite; else one of the two is nonfinite.
+
+    Nonnegative codes order as signed integers, negative ones as unsigned integers in reverse.
+    """
+    most, highest = int(codes.max()), int(codes.view(form.signed).max())
+    low = most if most & form.sign else int(codes.min())
+    return low, highest if highest >= 0 else int(codes.min())
 
 
 def _count_finite(codes: Codes, form: FloatFormat, tally: Tally) -> None:
@@ -180,12 +217,11 @@ def _count_finite(codes: Codes, form: FloatFormat, tally: Tally) -> None:
 def _search(layout: Layout, form: FloatFormat) -> int:
     """Row-major index of the first nonfinite element, by reading in row-major order until there is one."""
     layout, before = row_major(layout), 0
-    for piece in pieces(layout.elements, PIECE):
-        codes = _codes(piece, form)
+    for codes in _code_pieces(layout, form):
         bad = np.flatnonzero(_any(codes & codes.dtype.type(form.magnitude) >= form.inf))
         if len(bad):
             return layout.flat_index(bad[:1] + before)
-        before += len(piece)
+        before += len(codes)
     raise AssertionError("a nonfinite element was counted and is not there")
 
 

@@ -1,8 +1,8 @@
 """Statistics of one tensor, read on the host. Knows every kind of tensor; has no opinion on the numbers.
 
 `row` is what hooks call: its first lines serve a finite tensor in host memory, contiguous or small, in a few
-microseconds and send all else to the careful path. Both hold their own guards: callers need no `no_grad`, and no mode, transform or
-subclass of the user sees the reading.
+microseconds and send all else to the careful path. Both hold their own guards: callers need no `no_grad`, and no mode,
+transform or subclass of the user sees the reading.
 
 An element that is a pair (complex numbers, float4_e2m1fn_x2) is NaN if either part is, else infinite if either part is;
 zero if both are; subnormal or saturated if either is. Extremes run over the parts of finite elements. Elements that a
