@@ -90,7 +90,7 @@ class _Page:
         lines = [harmless(parts[0], self.ascii)]
         for part in (harmless(part, self.ascii) for part in parts[1:]):
             longer = f"{lines[-1]}   {part}"
-            if columns(longer) <= self.width - 4 * (len(lines) > 1):
+            if columns(longer) <= self.width - 4:
                 lines[-1] = longer
             else:
                 lines.append(part)

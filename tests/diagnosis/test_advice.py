@@ -101,6 +101,7 @@ def test_a_batch_of_lone_minus_infinities_may_come_of_a_logarithm() -> None:
 def test_an_infinite_weight_may_be_that_of_a_class_that_never_occurs() -> None:
     assert "how often each occurs" in advice(explained(external("buffer", "loss.weight", nan=0, posinf=1)))
     assert "occurs" not in advice(explained(external("buffer", "bn.running_var", nan=0, posinf=1)))
+    assert "occurs" not in advice(explained(external("buffer", "loss.weight", nan=1)))
 
 
 def test_only_nan_in_a_parameter_suggests_memory_that_nobody_wrote() -> None:

@@ -489,7 +489,8 @@ def test_a_second_birth_at_the_same_place_is_not_named_again() -> None:
     first = flow.op("aten.sum", "inf", posinf=1, where="dice.py:3 in forward")
     second = flow.op("aten.sum", "inf", posinf=1, where="dice.py:3 in forward")
     other = flow.op("aten.exp", "inf", posinf=1, where="dice.py:4 in forward")
-    flow.sink("loss", inf=(first, second, other))
+    again = flow.op("aten.exp", "inf", posinf=1, where="dice.py:4 in forward")
+    flow.sink("loss", inf=(first, second, other, again))
     assert [origin.op for origin in judged(flow).also] == ["aten.exp"]
 
 

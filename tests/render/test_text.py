@@ -201,6 +201,11 @@ def test_an_op_of_a_later_iteration_counts_like_the_sentences_about_it() -> None
 def test_a_shape_is_not_torn_from_its_dtype() -> None:
     first, second, *_ = text(None, bisected()).split("\n")
     assert first.endswith("node SqrtBackward0") and second == "    float32 [2, 1]"
+    origin = Origin(phase="forward", module="layers.0.attn", op="aten._softmax", dtype="float32")
+    for length in range(20):  # the first line gives way before it is full, where wrapping would break it
+        long = dataclasses.replace(origin, module="m" * (20 + length), output=TensorStats("float32", (4, 4, 4), 64, 0))
+        lines = text(None, dataclasses.replace(bisected(), origin=long)).split("\n")
+        assert any("float32 [4, 4, 4]" in line for line in lines[:2])
 
 
 def test_a_verdict_that_has_its_op_does_not_ask_for_bisect_again() -> None:
