@@ -11,7 +11,7 @@ import torch
 from nantrace.events import ModuleEntry
 
 # What wrappers call the module inside them.
-_INNER = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+INNER = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)  # these call it "module"
 
 # With a hook on any of their submodules these leave their fused kernel, and the step would not be the user's any more.
@@ -36,6 +36,8 @@ class Watched:
 
 def plain_name(name: str, wrappers: frozenset[str]) -> str:
     """An FQN without the parts that wrappers put in: "_orig_mod.module.head" is "head"."""
+    if not any(wrapper in name for wrapper in wrappers):
+        return name
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
@@ -84,7 +86,7 @@ def wrapper_parts(model: torch.nn.Module) -> frozenset[str]:
     outermost = model
     while "_orig_mod" in outermost._modules:
         outermost = outermost._modules["_orig_mod"]  # type: ignore[assignment]
-    return _INNER | {"module"} if isinstance(outermost, _PARALLEL) else _INNER
+    return INNER | {"module"} if isinstance(outermost, _PARALLEL) else INNER
 
 
 def _wrapped(model: torch.nn.Module) -> set[int]:
@@ -93,7 +95,7 @@ def _wrapped(model: torch.nn.Module) -> set[int]:
 
 def is_wrapper(module: torch.nn.Module) -> bool:
     """Whether a module only stands around another one, to compile, spread or checkpoint it."""
-    return isinstance(module, _PARALLEL) or not _INNER.isdisjoint(module._modules)
+    return isinstance(module, _PARALLEL) or not INNER.isdisjoint(module._modules)
 
 
 def _chosen(fqns: list[str], patterns: Sequence[str] | None, depth: int | None) -> set[str]:

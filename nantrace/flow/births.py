@@ -49,7 +49,7 @@ def output_fields(plane: Tensor, found: Masks, batch_size: int | None, described
     fields |= {"nan": found.nan, "posinf": found.posinf, "neginf": found.neginf}
     fields["first_bad"] = int(found.bad.reshape(-1).to(torch.uint8).argmax())
     if described:
-        summary = summarize(plane, found)
+        summary = summarize(plane)
         fields |= {"min": summary.min, "max": summary.max}
         if plane.dim() and plane.shape[0] == batch_size:
             rows = found.bad.reshape(plane.shape[0], -1).any(1).nonzero().reshape(-1)

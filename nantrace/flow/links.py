@@ -18,20 +18,18 @@ import torch
 
 import nantrace
 from nantrace.capture import lifecycle
+from nantrace.capture.sites import INNER, plain_name
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.abspath(nantrace.__file__)) + os.sep
 _ENGINE = "nantrace_backward"  # lifecycle's wrapper of the engine: no user code lies between it and an autograd node
-_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 #: How many unlinked numbers before an op's own can still be its clones and nodes.
 _REACH = 8
 
 
 def fqn(name: str) -> str:
     """The module's name without the levels that wrappers add."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return plain_name(name, INNER)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nantrace.stats.host import extent_output
+from nantrace.stats.host import extent_output, row
 
 FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
@@ -205,23 +205,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def summarize(plane: Tensor, found: Masks | None = None) -> Summary:
+def summarize(plane: Tensor) -> Summary:
     """Exact counts, and minimum, maximum and smallest nonzero magnitude over the finite elements."""
-    found = found or masks(plane)
-    real = plane.detach()
-    if real.element_size() == 1:
-        real = real.float()
-    real = real[~found.bad]
-    if real.is_complex():
-        real = torch.view_as_real(real.resolve_conj())
-    low = high = absmin = None
-    zero = int((real == 0).sum())
-    if real.numel():
-        low, high = (end.item() for end in torch.aminmax(real))
-        nonzero = real[real != 0]
-        absmin = nonzero.abs().min().item() if nonzero.numel() else None
-    name, shape = dtype_name(plane.dtype), tuple(plane.shape)
-    return Summary(name, shape, found.nan, found.posinf, found.neginf, low, high, absmin, zero)
+    _, finite, nan, posinf, neginf, low, high, absmin, _, zero, *_ = row(plane, full=True)
+    return Summary(
+        dtype_name(plane.dtype),
+        tuple(plane.shape),
+        nan,
+        posinf,
+        neginf,
+        low if finite else None,
+        high if finite else None,
+        absmin if absmin == absmin else None,
+        zero,
+    )
 
 
 def tensors_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
