@@ -179,11 +179,21 @@ def _alive(seen: Seen, calls: list[Call], row: int) -> list[int]:
     for call in reversed(calls):
         if call.first >= row:
             continue
-        if call.last < row:
-            (dead if followed_by_finite else alive).extend(_bad(seen, call.outputs, row))
+        bad_outputs, bad_inputs = _handed(seen, call)
+        if bad_outputs and call.last < row:
+            (dead if followed_by_finite else alive).extend(bad_outputs)
         if call.inputs:
-            followed_by_finite = not any(seen.bad[r] for r in call.inputs)
+            followed_by_finite = not bad_inputs
     return alive or dead
+
+
+def _handed(seen: Seen, call: Call) -> tuple[tuple[int, ...], bool]:
+    """Nonfinite outputs of a call, and whether an input was nonfinite; kept, since every later row asks again."""
+    known = seen.handed.get(call.key)
+    if known is None:
+        known = tuple(row for row in call.outputs if seen.bad[row]), any(seen.bad[row] for row in call.inputs)
+        seen.handed[call.key] = known
+    return known
 
 
 def _state(seen: Seen, module: str, row: int) -> list[int]:

@@ -71,6 +71,7 @@ class Seen:
     positive: npt.NDArray[np.bool_]
     negative: npt.NDArray[np.bool_]
     parents: dict[int, tuple[int, ...]] = field(default_factory=dict)  # filled by `parents.parents`
+    handed: dict[int, tuple[tuple[int, ...], bool]] = field(default_factory=dict)  # filled by `parents`, by call
     _calls: dict[int, dict[int, Call]] = field(default_factory=dict)
 
     @classmethod
