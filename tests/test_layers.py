@@ -36,7 +36,7 @@ FORBIDDEN = {
     "api.py": ("cli",),
     "__init__.py": ("cli",),
 }
-TORCHLESS = ("replay/search.py",)
+TORCHLESS = ("replay/search.py", "replay/target.py")
 
 
 def files() -> list[str]:

@@ -5,7 +5,6 @@ Knows what a step is made of and how a script wants to be imported. Restores not
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from nantrace.errors import ReplayError
+from nantrace.replay.target import defines, parse_target
 
 _PRIVATE = "_nantrace_target_"
 
@@ -73,27 +73,16 @@ def load_target(target: str, argv: Sequence[str] = ()) -> Step:
         ReplayError: the target names no file, no step, or something that is neither a step nor makes one.
         Exception: whatever the file itself raises, unchanged.
     """
-    path, name = _parse(target)
+    path, name = parse_target(target)
     with _script(path, argv):
         module = _import(path)
         step = _resolve(module, path, name)
     return dataclasses.replace(step, run=_as_in_script(step.run, path, tuple(argv)))
 
 
-def _parse(target: str) -> tuple[str, str]:
-    path, colon, name = target.rpartition(":")
-    if not colon or name.endswith(".py") or os.sep in name:
-        path, name = target, ""
-    if not os.path.isfile(path):
-        raise ReplayError(f"There is no file {path!r}; TARGET is FILE.py:NAME, and {target!r} was given.")
-    if not name:
-        raise ReplayError(f"TARGET {target!r} names no step; write {path}:NAME, where {path} {_defines(path)}.")
-    return path, name
-
-
 def _resolve(module: ModuleType, path: str, name: str) -> Step:
     if not hasattr(module, name):
-        raise ReplayError(f"{path} has no {name!r}; it {_defines(path)}.")
+        raise ReplayError(f"{path} has no {name!r}; it {defines(path)}.")
     found = getattr(module, name)
     if isinstance(found, Step):
         return found
@@ -157,24 +146,6 @@ def _as_in_script(run: Callable[..., Any], path: str, argv: tuple[str, ...]) -> 
             return run(*args)
 
     return run_as_in_script
-
-
-def _defines(path: str) -> str:
-    """What a file defines at its top level, read without running it."""
-    with open(path, "rb") as file:
-        try:
-            tree = ast.parse(file.read(), path)
-        except (SyntaxError, ValueError):
-            return "is not valid Python"
-    names = []
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            names.append(f"{node.name}()")
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [t.id for t in targets if isinstance(t, ast.Name)]
-    public = [name for name in names if not name.startswith("_")]
-    return f"defines {', '.join(public)}" if public else "defines no function and no variable"
 
 
 def _short(value: Any) -> str:
