@@ -1,11 +1,13 @@
 """Module hooks: what is called around each forward, how it is put there and taken away.
 
-Hooks hold a weak reference to the recorder and return None always. A copy of a hooked module (an EMA model, a saved
-checkpoint) carries a hook that does nothing.
+Hooks hold a weak reference to the recorder and return None always. A copy of a hooked module that is made meanwhile (an
+EMA model, a module that is pickled as a whole) carries in their place a function of the standard library that does
+nothing: an entry cannot be left out of a copied dict, but the copy works, and loads, where nantrace is not installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,24 +21,16 @@ from nantrace.capture.calls import CallRecorder, Place
 from nantrace.capture.sites import Watched, is_wrapper
 
 
-def hook_of_a_copy(*_: Any) -> None:
-    """Stands in a copy of a traced module where the original has a hook."""
-
-
-def _copied() -> Callable[..., None]:
-    return hook_of_a_copy
-
-
 class _Inert:
-    """What copying and pickling turn a hook into."""
+    """What copying and pickling turn a hook into: `nullcontext().__exit__` takes any arguments and returns None."""
 
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return hook_of_a_copy
+        return contextlib.nullcontext().__exit__
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _copied, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class BeforeForward(_Inert):
