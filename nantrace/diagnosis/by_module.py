@@ -71,7 +71,16 @@ def _sinks(seen: Seen, step: int) -> list[int]:
     if not _has_backward(seen):
         outermost = [call for call in seen.calls(step).values() if call.parent is None]
         kept = np.array([row for call in outermost for row in call.outputs if seen.bad[row]], dtype=np.int64)
-    return [int(row) for row in np.sort(kept)]
+    return sorted((int(row) for row in kept), key=lambda row: (_first_bad(seen, row), row))
+
+
+def _first_bad(seen: Seen, sink: int) -> int:
+    """When this tensor was first seen nonfinite in its step: optimizers read gradients in an order of their own."""
+    rows = seen.rows_of_name.get((int(Role.GRAD), seen.name(sink))) if seen.role[sink] == Role.GRAD else None
+    if rows is None:
+        return sink
+    mine = rows[(seen.step[rows] == seen.step[sink]) & seen.bad[rows]]
+    return int(mine[0])
 
 
 def _has_backward(seen: Seen) -> bool:

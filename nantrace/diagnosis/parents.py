@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from nantrace.diagnosis.backward import gradient_maker, same_gradient
+from nantrace.diagnosis.marks import reads_masks
 from nantrace.diagnosis.seen import LARGEST, Call, Seen
 from nantrace.events import Phase, Role
 
@@ -20,6 +21,7 @@ NAN, INF = "nan", "inf"
 Root = tuple[int, str]
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS, Phase.RECOMPUTE)
+_IN_OUT = (Role.INPUT, Role.OUTPUT)
 _STATE = (Role.PARAM, Role.BUFFER, Role.STATE)
 _GRADIENT_FLOW = (Role.GRAD_OUTPUT, Role.GRAD_INPUT)
 
@@ -107,7 +109,38 @@ def is_real(seen: Seen, root: Root) -> bool:
         return True
     if is_external(seen, row):
         return seen.role[row] == Role.INPUT and _datalike(seen, row)
-    return overflowed(seen, row)
+    return overflowed(seen, row) or row in misread_marks(seen)
+
+
+def misread_marks(seen: Seen) -> frozenset[int]:
+    """Rows of -inf, where they were put in, that a module which is meant to read no mask turned into NaN or +inf."""
+    if not seen.misread:
+        found: set[int] = set()
+        for row in np.flatnonzero((seen.nan | seen.positive) & np.isin(seen.role, [int(r) for r in _IN_OUT])):
+            call, above = enclosing(seen, int(row)), parents(seen, int(row))
+            if call is None or not all(seen.mark[p] for p in above):
+                continue
+            for read in (p for p in above if p in call.inputs):
+                meant, sources = reads_masks(seen, call, read), _put_in(seen, read)
+                # Code that hands -inf to a module of unknown kind is nearer to blame than a module that put it out.
+                made_around = all(seen.role[p] == Role.INPUT and not is_external(seen, p) for p in sources)
+                if meant is False or (meant is None and made_around):
+                    found |= sources
+        seen.misread.append(frozenset(found))
+    return seen.misread[0]
+
+
+def _put_in(seen: Seen, row: int) -> set[int]:
+    """The earliest rows of -inf from which the -inf of `row` came."""
+    waiting, found, known = [row], set(), set()
+    while waiting:
+        at = waiting.pop()
+        above = [p for p in parents(seen, at) if p not in known]
+        known.update(above)
+        waiting += above
+        if not parents(seen, at):
+            found.add(at)
+    return found
 
 
 def overflowed(seen: Seen, row: int) -> bool:

@@ -72,6 +72,7 @@ class Seen:
     negative: npt.NDArray[np.bool_]
     parents: dict[int, tuple[int, ...]] = field(default_factory=dict)  # filled by `parents.parents`
     handed: dict[int, tuple[tuple[int, ...], bool]] = field(default_factory=dict)  # filled by `parents`, by call
+    misread: list[frozenset[int]] = field(default_factory=list)  # filled by `parents.misread_marks`: one entry
     _calls: dict[int, dict[int, Call]] = field(default_factory=dict)
 
     @classmethod
