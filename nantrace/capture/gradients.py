@@ -80,6 +80,7 @@ class GradientRecorder:
         self._reference = weakref.ref(self)
         self._handles: list[Any] = []
         self._parameters: dict[int, Any] = {}
+        self._bare: list[tuple[weakref.ref[torch.Tensor], str]] = []  # leaves without a dict of hooks before ours
 
     def hook_on(self, tensor: torch.Tensor) -> GradientHook | None:
         """The hook that stands on this very value of the tensor."""
@@ -97,6 +98,8 @@ class GradientRecorder:
         """Record the gradient of `tensor` at the site of `target` when backward computes it."""
         if hook is None:
             hook = GradientHook(self._reference, tensor._version, stats)
+            if tensor.is_leaf and tensor._backward_hooks is None:
+                self._bare.append((weakref.ref(tensor), "_backward_hooks"))
             self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
         hook.targets.append(target)
         self.awaiting.add(hook)
@@ -109,6 +112,8 @@ class GradientRecorder:
         # Another parameter may have got the id of one that is gone.
         if handle is None or handle.hooks_dict_ref() is not parameter._post_accumulate_grad_hooks:
             hook = ParameterHook(self._reference, owner, name)
+            if parameter._post_accumulate_grad_hooks is None:
+                self._bare.append((weakref.ref(parameter), "_post_accumulate_grad_hooks"))
             self._parameters[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def arrived(self, hook: GradientHook, gradient: torch.Tensor | None) -> None:
@@ -146,9 +151,14 @@ class GradientRecorder:
         missed = [target for hook in self.awaiting for target in hook.targets]
         self.awaiting = set()
         self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self._bare = [(leaf, name) for leaf, name in self._bare if leaf() is not None]
         return missed
 
     def remove(self) -> None:
         for handle in (*self._handles, *self._parameters.values()):
             handle.remove()
-        self._handles, self._parameters, self.awaiting = [], {}, set()
+        for reference, name in self._bare:  # PyTorch leaves an empty dict where the last hook was removed
+            leaf = reference()
+            if leaf is not None and not getattr(leaf, name):
+                setattr(leaf, name, None)
+        self._handles, self._parameters, self._bare, self.awaiting = [], {}, [], set()

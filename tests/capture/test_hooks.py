@@ -203,6 +203,41 @@ def test_every_hook_is_gone_after_exit() -> None:
     assert not module_internals._global_forward_hooks
 
 
+def _everything(model: nn.Module, *tensors: torch.Tensor) -> list[Any]:
+    """All attributes of modules and tensors, with the hooks that PyTorch keeps outside of `__dict__`."""
+    found: list[Any] = [{**module.__dict__} for module in model.modules()]
+    for each in found:
+        for name, value in each.items():
+            each[name] = dict(value) if isinstance(value, dict) else value
+    for tensor in (*model.parameters(), *model.buffers(), *tensors):
+        hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        found.append((dict(tensor.__dict__), *(None if each is None else dict(each) for each in hooks)))
+    return found
+
+
+class TakesAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.ones(1, 2))
+        self.norm = nn.BatchNorm1d(2)
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.query) + self.norm(x)  # type: ignore[no-any-return]
+
+
+def test_nothing_at_all_is_left_on_modules_parameters_and_inputs() -> None:
+    model, x = TakesAParameter(), torch.ones(3, 2, requires_grad=True)
+    owned = model.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+    before = _everything(model, x)
+    with Tracer(model, batch=x), Tracer(model):
+        model(x).sum().backward()
+        assert _everything(model, x) != before
+    assert _everything(model, x) == before
+    assert model.query._post_accumulate_grad_hooks is None and x._backward_hooks is None
+    owned.remove()
+
+
 def test_depth_and_globs_choose_what_is_recorded(rows: Rows) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
