@@ -178,6 +178,15 @@ class ModuleEntry:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """The exception that ended a traced block: its type, one line of its message, and the step it broke off or None."""
+
+    error: str
+    message: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """One or more traced steps, as a value.
 
@@ -191,6 +200,7 @@ class Trace:
         meta: what holds for the whole trace: versions, device, options, notes on coverage.
         lineage: the flow of nonfinite values, when ops were recorded.
         complete: False when the writer did not close the file.
+        raised: the exception that ended the traced block early, None if none did.
         path: where the trace was loaded from, as given by the caller.
     """
 
@@ -202,6 +212,7 @@ class Trace:
     lineage: Lineage | None = None
     complete: bool = True
     path: str | None = None
+    raised: Raised | None = None
 
     def __len__(self) -> int:
         return len(self.events)
