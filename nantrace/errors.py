@@ -29,5 +29,9 @@ class CaptureError(NantraceError, ValueError):
     """A captured step cannot be read, or does not belong to this model."""
 
 
+class MissingExtraError(NantraceError, ImportError):
+    """An optional package that this needs is not installed."""
+
+
 class NantraceWarning(UserWarning):
     """What nantrace found or could not do while training goes on."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nantrace.lineage import Lineage
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class _Labelled(enum.IntEnum):
@@ -178,6 +181,14 @@ class ModuleEntry:
 
 
 @dataclass(frozen=True)
+class Narrowed:
+    """What a trace was narrowed by, in order ("module 'block.1.*'", "nonfinite"), and the steps it covered."""
+
+    by: tuple[str, ...]
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Raised:
     """The exception that ended a traced block: its type, one line of its message, and the step it broke off or None."""
 
@@ -189,6 +200,9 @@ class Raised:
 @dataclass(frozen=True)
 class Trace:
     """One or more traced steps, as a value.
+
+    `events` goes into `pandas.DataFrame` as it is; `to_frame` has names for ids. `module`, `phase`, `step` and
+    `nonfinite` give a trace with fewer rows and can be chained: `trace.step(3).phase("backward").nonfinite()`.
 
     Attributes:
         events: structured array of dtype `EVENT`, in order of execution.
@@ -202,6 +216,8 @@ class Trace:
         complete: False when the writer did not close the file.
         raised: the exception that ended the traced block early, None if none did.
         path: where the trace was loaded from, as given by the caller.
+        narrowed: None for a whole trace. A narrowed one keeps the sites, modules, `seq` and (but for `step`) the ledger
+            of the whole.
     """
 
     events: npt.NDArray[np.void]
@@ -213,6 +229,7 @@ class Trace:
     complete: bool = True
     path: str | None = None
     raised: Raised | None = None
+    narrowed: Narrowed | None = None
 
     def __len__(self) -> int:
         return len(self.events)
@@ -220,3 +237,58 @@ class Trace:
     def site(self, event: np.void) -> Site:
         """The site of one row of `events`."""
         return self.sites[int(event["site"])]
+
+    def module(self, *patterns: str) -> Trace:
+        """Only events of modules of which a name matches one of the globs.
+
+        Args:
+            patterns: globs on FQNs: "block.1.*" what is inside block.1, "block.1" itself, "" the model itself,
+                "<*" modules outside the model.
+
+        Raises:
+            ValueError: a pattern matches no module of the trace.
+        """
+        from nantrace.narrowing import by_module
+
+        return by_module(self, patterns)
+
+    def phase(self, *phases: str | Phase) -> Trace:
+        """Only events of these phases: "forward", "loss", "backward", ...
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        from nantrace.narrowing import by_phase
+
+        return by_phase(self, phases)
+
+    def step(self, number: int) -> Trace:
+        """Only events, and the ledger, of one step; without the lineage, which is one for all steps.
+
+        Raises:
+            ValueError: the trace does not cover that step.
+        """
+        from nantrace.narrowing import by_step
+
+        return by_step(self, number)
+
+    def nonfinite(self) -> Trace:
+        """Only events with a NaN or an infinity."""
+        from nantrace.narrowing import nonfinite
+
+        return nonfinite(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The events with the names of their sites, one row an event.
+
+        Returns:
+            `seq`, `step`; `module`, `phase`, `role`, `slot`, `dtype`, `shape` ("[8, 3]"), `op`, `node`, `where` as
+            categories; the call, the counts, `min`, `max` and the extended statistics. What was not measured or is
+            not there is missing (NaN, NA), also a module that is None; module "" is the model itself.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        from nantrace.frame import to_frame
+
+        return to_frame(self)

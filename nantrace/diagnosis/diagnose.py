@@ -16,7 +16,14 @@ def diagnose(trace: Trace) -> Verdict:
     Returns:
         The verdict. A trace with a lineage (ops) is judged op by op. Without one the verdict names a module, and
         says in `evidence` what rows of modules cannot show.
+
+    Raises:
+        ValueError: rows were taken out of a step by `Trace.module`, `.phase` or `.nonfinite`; whatever is not there
+            would count as never recorded. A trace of one `.step` is judged.
     """
+    taken_out = [by for by in (trace.narrowed.by if trace.narrowed else ()) if not by.startswith("step ")]
+    if taken_out:
+        raise ValueError(f"the trace was narrowed by {taken_out[0]}, which hides causes: diagnose the whole trace.")
     if trace.lineage is not None and (trace.lineage.ops or trace.lineage.events):
         from nantrace.diagnosis.blame import blame
 
