@@ -1,6 +1,7 @@
-"""The command line: `nantrace report`, `nantrace info`, `nantrace bisect`. The only module that prints.
+"""The command line: `nantrace report`, `nantrace info`, `nantrace bisect`. Knows the commands and their options.
 
-Exit codes: 0 done; 1 with `--exit-code` and a fault; 2 usage; 3 a `NantraceError`. Progress goes to stderr.
+Exit codes: 0 done; 1 with `--exit-code` and a fault; 2 usage; 3 a `NantraceError`, output that cannot be written, or
+a file or step of the user's that raised or left before anything was found; 130 interrupted. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nantrace import __version__
-from nantrace.errors import NantraceError
+from nantrace.console import FAULT, Progress, colour, fail, knows_unicode, note, say, sentences, width, writing
 
 if TYPE_CHECKING:
     from nantrace.diagnosis.verdict import Verdict
     from nantrace.events import Trace
     from nantrace.render.report import Report
     from nantrace.replay.step import Step
-
-_FAULT, _ERROR = 1, 3
-_NARROW, _WIDE = 60, 120  # columns of text, whatever the terminal's
+    from nantrace.usercode import Watched
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,25 +41,24 @@ def main() -> None:
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the trace shows a fault.")
 def report(trace: str, output: str | None, as_json: bool, exit_code: bool) -> None:
     """Say what a TRACE shows: where it went wrong, why, what to check next."""
-    from nantrace.api import load
-    from nantrace.api import report as make_report
+    with sentences():
+        from nantrace.api import load
+        from nantrace.api import report as make_report
 
-    with _errors():
         made = make_report(load(trace))
-    _show(made, output, as_json)
-    _finish(made.verdict, exit_code)
+        _show(made, output, as_json)
+        _finish(made.verdict, exit_code)
 
 
 @main.command()
 @click.argument("trace", type=click.Path())
 def info(trace: str) -> None:
     """Say what a TRACE covers: steps, events, modules, what was not observed."""
-    from nantrace.api import load
-    from nantrace.render.overview import overview
+    with sentences():
+        from nantrace.api import load
+        from nantrace.render.overview import overview
 
-    with _errors():
-        loaded = load(trace)
-    click.echo(overview(loaded, width=_width(), ascii=not _unicode()))
+        _print(overview(load(trace), width=width(), ascii=not knows_unicode()))
 
 
 @main.command(context_settings={"ignore_unknown_options": False})
@@ -97,36 +93,35 @@ def bisect(
     name is a nantrace.Step, or a function without arguments that returns one. ARGUMENTS after -- are the file's
     sys.argv.
     """
-    from nantrace.api import bisect as run_bisect
-    from nantrace.api import report as make_report
-    from nantrace.replay.step import load_target
-
     again = _Again(target, arguments, capture)
-    with _errors():
-        step = load_target(target, arguments)
+    progress = Progress()
+    with sentences(so_far=lambda: progress):
+        step, watched = _load(target, arguments)
         if dry_run:
             _plan(step, again)
             return
-        verdict = run_bisect(
-            step,
-            capture=capture,
-            depth=depth,  # type: ignore[arg-type]
-            anomaly=anomaly,
-            max_replays=max_replays,
-            path=output,
-            progress=_progress,
-        )
-        more = _more(step, verdict, capture, samples, reproducer)
-    command = _next_command(verdict, again, output, more, max_replays)
-    if as_json:
-        found = {**make_report(verdict).to_dict(), **{name: value for name, (value, _) in more.items()}}
-        click.echo(json.dumps(found, indent=2, allow_nan=False))
-    else:
-        click.echo(_text(None, verdict))
-        for _, sentence in more.values():
-            click.echo(f"\n{sentence}")
-    click.echo(f"Next: {command}", err=as_json)
-    _finish(verdict, exit_code)
+        from nantrace.api import bisect as run_bisect
+
+        with _leaving(watched):
+            verdict = run_bisect(
+                step,
+                capture=capture,
+                depth=depth,  # type: ignore[arg-type]
+                anomaly=anomaly,
+                max_replays=max_replays,
+                path=output,
+                progress=progress,
+            )
+            raised = watched.told  # by a run of the whole step: those of parts of the batch may raise too
+            more = _more(step, verdict, capture, samples, reproducer, progress)
+        if raised is not None:
+            note(raised)
+        _show_bisected(verdict, more, as_json, _next_command(verdict, again, output, more, max_replays, depth))
+        if raised is not None and verdict.status != "fault":
+            fail(
+                f"the step raised {watched.short} before anything harmful was nonfinite: mend that, then bisect again."
+            )
+        _finish(verdict, exit_code)
 
 
 @dataclass(frozen=True)
@@ -143,34 +138,61 @@ class _Again:
         return shlex.join(["nantrace", "bisect", self.target, *given, *options, *script])
 
 
-def _progress(line: str) -> None:
-    click.echo(line, err=True)
+#: What was asked for beyond a verdict, by name: as JSON and as a sentence.
+_More = dict[str, tuple[dict[str, Any], str]]
+
+
+def _load(target: str, arguments: tuple[str, ...]) -> tuple[Step, Watched]:
+    """The step, and what comes out of it when it runs. A target of the wrong form is refused before torch loads."""
+    from nantrace.replay.target import parse_target
+    from nantrace.usercode import Watched, loading
+
+    path, _ = parse_target(target)
+    from nantrace.replay.step import load_target
+
+    with loading(path):
+        step = load_target(target, arguments)
+    watched = Watched()
+    return dataclasses.replace(step, run=watched.around(step.run)), watched
+
+
+@contextlib.contextmanager
+def _leaving(watched: Watched) -> Iterator[None]:
+    """A step that leaves the interpreter ends the command, not silently and not with an exit code of its own."""
+    try:
+        yield
+    except SystemExit:
+        if watched.left is None:
+            raise
+        fail(f"the step called {watched.left}: a step that is to be replayed has to return or raise.")
 
 
 def _plan(step: Step, again: _Again) -> None:
     from nantrace.replay.plan import plan
 
-    for sentence in plan(step, again.capture):
-        click.echo(sentence)
-    click.echo(f"Next: {again.command()}")
+    _print("\n".join([*plan(step, again.capture), f"Next: {again.command()}"]))
 
 
 def _more(
-    step: Step, verdict: Verdict, capture: str | None, samples: bool, reproducer: str | None
-) -> dict[str, tuple[dict[str, Any], str]]:
-    """What was asked for beyond the verdict, as JSON and as a sentence."""
+    step: Step,
+    verdict: Verdict,
+    capture: str | None,
+    samples: bool,
+    reproducer: str | None,
+    progress: Progress,
+) -> _More:
     if not samples and reproducer is None:
         return {}
     from nantrace.replay.captured import applied
     from nantrace.replay.reproducer import write_reproducer
     from nantrace.replay.samples import smallest_failing_batch
 
-    found: dict[str, tuple[dict[str, Any], str]] = {}
+    found: _More = {}
     with contextlib.ExitStack() as exits:
         if capture is not None:
             step = exits.enter_context(applied(step, capture)).step or step
         if samples and verdict.status != "clean":
-            fewest = smallest_failing_batch(step, progress=_progress)
+            fewest = smallest_failing_batch(step, progress=progress)
             found["samples"] = (dataclasses.asdict(fewest), str(fewest))
         if reproducer is not None:
             made = write_reproducer(reproducer, step, verdict)
@@ -179,77 +201,66 @@ def _more(
     return found
 
 
+def _show_bisected(verdict: Verdict, more: _More, as_json: bool, command: str | None) -> None:
+    if as_json:
+        from nantrace.render.report import Report
+
+        found = {**Report(verdict).to_dict(), **{name: value for name, (value, _) in more.items()}}
+        _print(json.dumps(found, indent=2, allow_nan=False))
+        if command is not None:
+            note(f"Next: {command}")
+        return
+    _print("\n\n".join([_text(None, verdict), *(sentence for _, sentence in more.values())]))
+    if command is not None:
+        _print(f"Next: {command}")
+
+
 def _next_command(
-    verdict: Verdict, again: _Again, output: str | None, more: dict[str, tuple[dict[str, Any], str]], most: int
-) -> str:
+    verdict: Verdict, again: _Again, output: str | None, more: _More, most: int, depth: str
+) -> str | None:
+    """What helps most after this verdict; None where nothing is left to find."""
     if verdict.status == "inconclusive" and verdict.replays >= most:
         return again.command("--max-replays", str(4 * most))
     if "reproducer" in more:
         return shlex.join(["python", more["reproducer"][0]["script"]])
     if output is not None:
         return shlex.join(["nantrace", "report", output])
-    if verdict.status == "fault" and verdict.origin is not None and verdict.origin.op:
-        return again.command("--reproducer", "reproducer")
-    return again.command("-o", "step.h5")
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Nantrace's own errors become one sentence and exit code 3; others keep their traceback."""
-    try:
-        yield
-    except NantraceError as error:
-        click.echo(f"nantrace: {error}", err=True)
-        sys.exit(_ERROR)
+    origin = verdict.origin
+    if verdict.status in ("clean", "expected") or origin is None or verdict.stage in ("input", "state"):
+        return None
+    if not origin.op:
+        return again.command() if depth == "module" else None
+    return again.command("--reproducer", "reproducer") if verdict.status in ("fault", "contained") else None
 
 
 def _show(report: Report, output: str | None, as_json: bool) -> None:
-    from nantrace.render.text import next_command
-
     if output is not None:
-        try:
-            report.save(output)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="-o") from None
-        except OSError as error:
-            click.echo(f"nantrace: {output} cannot be written ({error.strerror}): choose another path.", err=True)
-            sys.exit(_ERROR)
-        click.echo(f"Wrote {output}", err=True)
-        command = next_command(report.trace, report.verdict)
-        if command is not None:
-            click.echo(f"Next: {command}", err=True)
-        return
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False))
+        with writing(output):
+            try:
+                report.save(output)
+            except ValueError as error:
+                raise click.BadParameter(str(error), param_hint="-o") from None
+        note(f"Wrote {output}")
+    elif as_json:
+        _print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:
-        click.echo(_text(report.trace, report.verdict))
+        _print(_text(report.trace, report.verdict))
+
+
+def _print(content: str) -> None:
+    with writing("standard output"):
+        say(content)
 
 
 def _text(trace: Trace | None, verdict: Verdict) -> str:
     from nantrace.render.text import text
 
-    return text(trace, verdict, width=_width(), colour=_colour(), ascii=not _unicode())
+    return text(trace, verdict, width=width(), colour=colour(), ascii=not knows_unicode())
 
 
 def _finish(verdict: Verdict, exit_code: bool) -> None:
     if exit_code and verdict.status == "fault":
-        sys.exit(_FAULT)
-
-
-def _width() -> int:
-    """Columns: the terminal's within reason; 80 where there is none."""
-    if not sys.stdout.isatty():
-        return 80
-    return min(max(shutil.get_terminal_size().columns, _NARROW), _WIDE)
-
-
-def _colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _unicode() -> bool:
-    encoding: Any = getattr(sys.stdout, "encoding", None)
-    return str(encoding or "ascii").lower().replace("-", "") in ("utf8", "utf16", "utf8sig")
+        sys.exit(FAULT)
 
 
 if __name__ == "__main__":
