@@ -22,7 +22,8 @@ from nantrace.flow.record import Recording
 from nantrace.lineage import Lineage
 from nantrace.replay.anomaly import anomaly_evidence
 from nantrace.replay.coarse import inside, modules_of, narrow_forward, tree_of
-from nantrace.replay.confirm import Runs, alike, confirmed, needs_confirmation, region_of
+from nantrace.replay.compare import difference
+from nantrace.replay.confirm import Runs, confirmed, needs_confirmation, region_of
 from nantrace.replay.ends import Ends
 from nantrace.replay.replays import Replays
 from nantrace.replay.step import Step
@@ -30,6 +31,8 @@ from nantrace.replay.written import refuse_taken, traced
 
 #: Models with more modules are narrowed module by module before their ops are watched.
 MOST_MODULES = 4096
+
+_SHOWN = 4
 
 Within = Callable[[str | None, str], bool]
 
@@ -67,12 +70,14 @@ def bisect(
         raise ValueError(f"max_replays is {max_replays!r}: pass a positive integer.")
     refuse_taken(path)
     if capture is None:
-        return _bisect(Replays(step, max_replays, progress), depth, anomaly, path)
+        with Replays(step, max_replays, progress) as replays:
+            return _bisect(replays, depth, anomaly, path)
     from nantrace.replay.captured import applied
 
     with applied(step, capture) as captured:
         assert captured.step is not None
-        verdict = _bisect(Replays(captured.step, max_replays, progress), depth, anomaly, path)
+        with Replays(captured.step, max_replays, progress) as replays:
+            verdict = _bisect(replays, depth, anomaly, path)
     return captured.judged(verdict)
 
 
@@ -92,11 +97,12 @@ def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike
         return _finished(replays, _cut_short(first), first, ())
     found = _by_module(replays) if depth == "module" else _by_op(replays, first)
     extra = anomaly_evidence(replays, first) if anomaly else ()
-    last = None
-    if replays.left and needs_confirmation(found.verdict, first, found.watched):
-        last = replays.plain("the ends only, to confirm")
     compiled = is_compiled(replays.step.model)
-    verdict = confirmed(found.verdict, Runs(first, found.watched, last, compiled, _suspects(replays)))
+    runs = Runs(first, found.watched, None, compiled, _suspects(replays), tuple(replays.probed))
+    if replays.left and needs_confirmation(found.verdict, runs):
+        last = replays.plain("the ends only, to confirm")
+        runs = dataclasses.replace(runs, last=last, suspects=_suspects(replays))
+    verdict = confirmed(found.verdict, runs)
     if path is not None:
         if replays.left:
             traced(replays, "all modules, for the trace file", path=path, lineage=found.lineage)
@@ -118,7 +124,8 @@ def _finished(replays: Replays, verdict: Verdict, first: Ends, last_words: tuple
         for changed in replays.settings
         if changed != "warning filters"
     )
-    evidence = (*raised, *verdict.evidence, *_opaque(replays, first), *settings, *last_words)
+    outside = (*_changed(replays), *_opaque(replays, first))
+    evidence = (*raised, *verdict.evidence, *outside, *settings, *last_words)
     return dataclasses.replace(verdict, evidence=evidence, replays=replays.count)
 
 
@@ -203,23 +210,21 @@ def _pass(replays: Replays, within: Within | None, how: str) -> _Found:
 def _trusted(verdict: Verdict, recording: Recording, ends: Ends) -> Verdict:
     """A recorder that stopped on the way, or ops on another thread: only part of the step was seen."""
     if recording.failure is not None:
-        return _unfinished(verdict, f"The op recorder failed on the way ({type(recording.failure).__name__}).")
+        # What it had not seen being written looks like data from outside: nothing it says of origins can be trusted.
+        said = f"The op recorder failed on the way ({type(recording.failure).__name__}: {recording.failure})."
+        return _unfinished(_without_origin(verdict, "the step"), said)
     gradients = any(end.place == "gradient" for end in ends.nonfinite)
     if gradients and not recording.lineage.backwards and verdict.cause == "bad_constant":
         return _unfinished(
-            dataclasses.replace(
-                verdict,
-                stage=None,
-                cause=None,
-                origin=None,
-                evidence=(),
-                advice=(),
-                region=("the step's other threads",),
-            ),
+            _without_origin(verdict, "the step's other threads"),
             "Gradients went nonfinite, but no backward pass ran on the step's own thread; ops of other threads cannot "
             "be watched: run forward and backward in the thread that runs the step.",
         )
     return verdict
+
+
+def _without_origin(verdict: Verdict, region: str) -> Verdict:
+    return Verdict("inconclusive", region=(region,), replays=verdict.replays)
 
 
 def _unfinished(verdict: Verdict, why: str) -> Verdict:
@@ -234,11 +239,19 @@ def _suspects(replays: Replays) -> tuple[str, ...]:
     return (*replays.untouched, *opaque)
 
 
+def _changed(replays: Replays) -> tuple[str, ...]:
+    if not replays.untouched:
+        return ()
+    more = f"; and {len(replays.untouched) - _SHOWN} more" if len(replays.untouched) > _SHOWN else ""
+    changed = f"{'; '.join(replays.untouched[:_SHOWN])}{more}"
+    return (f"The step changes values outside of model and batch, put back when all replays were over: {changed}.",)
+
+
 def _opaque(replays: Replays, first: Ends) -> tuple[str, ...]:
     objects: dict[str, Any] = replays.snapshot.opaque
     if not objects:
         return ()
-    named = ", ".join(f"{name} ({kind})" for name, kind in list(objects.items())[:4])
-    same = all(alike(first, ends) for ends in replays.unprobed)
+    named = ", ".join(f"{name} ({kind})" for name, kind in list(objects.items())[:_SHOWN])
+    same = not any(difference(first, ends) for ends in replays.unprobed)
     matters = "the replays came out alike without" if same else "the replays did not come out alike"
-    return (f"Cannot be wound back: {named}; {matters}.",)
+    return (f"Cannot be wound back between replays: {named}; {matters}.",)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from nantrace.diagnosis.verdict import Verdict
+from nantrace.diagnosis.verdict import Status, Verdict
+from nantrace.replay.compare import alike, difference, finer
 from nantrace.replay.ends import Ends
 
 _SHOWN = 4
+_UNSEEDED = "Seed or pass in whatever the step draws from outside (iterators, counters, generators), then bisect again."
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Runs:
         last: without probes again; None if it was not run.
         compiled: the step's own path runs compiled code, the watched one ran it eagerly.
         suspects: what could make a run differ: state that was not wound back, objects that cannot be.
+        others: (what it was for, its ends) of the runs between, under probes that leave the step as it is.
     """
 
     first: Ends
@@ -28,96 +31,111 @@ class Runs:
     last: Ends | None
     compiled: bool = False
     suspects: tuple[str, ...] = ()
+    others: tuple[tuple[str, Ends], ...] = ()
 
 
-def needs_confirmation(verdict: Verdict, first: Ends, watched: Ends) -> bool:
+def needs_confirmation(verdict: Verdict, runs: Runs) -> bool:
     """A fault is confirmed; anything else only if the runs before disagree."""
-    return verdict.status in ("fault", "inconclusive") or not alike(first, watched)
+    return verdict.status in ("fault", "inconclusive") or bool(_under_probes(runs))
 
 
 def confirmed(verdict: Verdict, runs: Runs) -> Verdict:
     """The verdict if the runs agree, else `not_reproduced` or `inconclusive` with what differs."""
+    between = _under_probes(runs)
     if runs.last is None:
-        if needs_confirmation(verdict, runs.first, runs.watched):
+        if between:
+            return _apart(verdict, runs, between)
+        if needs_confirmation(verdict, runs):
             return _with(verdict, "No replay was left to confirm it without probes.")
         return verdict
-    if alike(runs.first, runs.last):
-        return _steady(verdict, runs, runs.last)
-    return _unsteady(verdict, runs, runs.last)
+    what = difference(runs.first, runs.last)
+    if what:
+        return _unsteady(verdict, runs, runs.last, what)
+    if between:
+        return _apart(verdict, runs, between)
+    return _steady(verdict, runs, runs.last)
 
 
-def alike(one: Ends, other: Ends) -> bool:
-    """The same ends went nonfinite, and the same type of exception was raised, if any."""
-    return one.places() == other.places() and one.raised == other.raised
+def _under_probes(runs: Runs) -> str:
+    """How the watched run, or one between, differs from the first; "" if none does in a way that matters."""
+    for _, ends in ((" ", runs.watched), *runs.others):
+        if runs.compiled:
+            if not alike(runs.first, ends):
+                return "other ends were nonfinite"
+        elif what := difference(runs.first, ends):
+            return what
+    return ""
 
 
 def _steady(verdict: Verdict, runs: Runs, last: Ends) -> Verdict:
-    """Without probes the step does the same each time. And with them?"""
-    if not alike(runs.watched, last):
-        said = f"Without probes the step ends alike each time ({last.in_words()}), under the op recorder otherwise "
-        watched = runs.watched.error or runs.watched.in_words()
-        return _instead(verdict, "inconclusive", f"{said}({watched}){_why_probes_matter(runs)}.")
-    every = (runs.first, runs.watched, last)
+    """Every run came to the same, with probes or without. To the bit?"""
     same = "A last replay without probes ended in the same way"
-    if len({ends.losses for ends in every}) > 1 or len({ends.nonfinite for ends in every}) > 1:
-        return _with(verdict, f"{same}, but not every run had the same bits{_because(runs)}.")
+    again = finer(runs.first, last)
+    what = again or finer(runs.first, runs.watched)
+    if what:
+        where = "" if again else " under probes"
+        return _with(verdict, f"{same}, but not every run had the same bits ({what}{where}){_because(runs)}.")
     if any("0x" in loss for loss in last.losses):
         return _with(verdict, f"{same}, with the same bits of the loss.")
     return _with(verdict, f"{same}, with as many nonfinite elements at each end.")  # all nan losses look alike
 
 
+def _apart(verdict: Verdict, runs: Runs, what: str) -> Verdict:
+    """The step does the same each time without probes, as far as that is known, and something else under them."""
+    watched = runs.watched.error or runs.watched.in_words()
+    if not _failed(runs):
+        return _with(verdict, f"No replay failed, but they did not compute the same: {what}{_because(runs)}.")
+    if runs.last is None:
+        said = f"The run that was watched is not the first one again ({runs.first.in_words()}, then {watched}): {what}"
+        return _instead(verdict, _either(runs.first, runs.watched), f"{said}{_because(runs)}.")
+    said = f"Without probes the step ends alike each time ({runs.last.in_words()}), under the op recorder otherwise "
+    return _instead(verdict, "inconclusive", f"{said}({watched}): {what}{_why_probes_matter(runs)}.")
+
+
 def _why_probes_matter(runs: Runs) -> str:
     if runs.compiled:
-        return ": it runs compiled, and compiled arithmetic is not that of eager ops"
-    return _because(runs) or ": watching it takes other kernels or another path"
+        return "; it runs compiled, and compiled arithmetic is not that of eager ops"
+    return _because(runs) or "; watching it takes other kernels or another path"
 
 
-def _unsteady(verdict: Verdict, runs: Runs, last: Ends) -> Verdict:
-    """Two runs from the same state, without probes, that end differently."""
-    both = runs.first.failed and last.failed
+def _unsteady(verdict: Verdict, runs: Runs, last: Ends, what: str) -> Verdict:
+    """Two runs from the same state, without probes, that come to different ends."""
+    if not _failed(runs):
+        return _with(verdict, f"No replay failed, but they did not compute the same: {what}{_because(runs)}.")
     said = (
         f"Two replays from the same state without probes ended differently: {runs.first.in_words()}, then "
-        f"{last.in_words()}{_loss_bits(runs.first, last)}{_because(runs)}."
+        f"{last.in_words()}; {what}{_because(runs)}."
     )
-    return _instead(verdict, "inconclusive" if both else "not_reproduced", said)
+    return _instead(verdict, _either(runs.first, last), said)
 
 
-def _loss_bits(one: Ends, other: Ends) -> str:
-    if one.losses == other.losses:
-        return "; the loss has the same bits"
-    pairs = list(zip(one.losses, other.losses, strict=False))
-    where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if where is None:
-        return f"; {len(one.losses)} backward passes, then {len(other.losses)}"
-    one_loss, other_loss = (_number(text) for text in pairs[where])
-    return f"; the loss was {one_loss}, then {other_loss}"
+def _failed(runs: Runs) -> bool:
+    return any(ends is not None and ends.failed for ends in (runs.first, runs.watched, runs.last))
 
 
-def _number(bits: str) -> str:
-    return repr(float.fromhex(bits)) if "0x" in bits else bits
+def _either(one: Ends, other: Ends) -> Status:
+    return "inconclusive" if one.failed and other.failed else "not_reproduced"
 
 
 def _because(runs: Runs) -> str:
     if not runs.suspects:
         return ""
     more = f" and {len(runs.suspects) - _SHOWN} more" if len(runs.suspects) > _SHOWN else ""
-    return f". It depends on state that is not restored: {'; '.join(runs.suspects[:_SHOWN])}{more}"
+    return f". It depends on state that is not restored between replays: {'; '.join(runs.suspects[:_SHOWN])}{more}"
 
 
 def _with(verdict: Verdict, sentence: str) -> Verdict:
     return dataclasses.replace(verdict, evidence=(*verdict.evidence, sentence))
 
 
-def _instead(verdict: Verdict, status: str, sentence: str) -> Verdict:
+def _instead(verdict: Verdict, status: Status, sentence: str) -> Verdict:
     """The same findings under another status: they hold for the one run that was watched."""
-    advice = (
-        "Seed or pass in whatever the step draws from outside (iterators, counters, generators), then bisect again.",
-    )
+    found = (f"What follows holds for the one replay that was watched: {verdict.status}.",) if verdict.origin else ()
     return dataclasses.replace(
         verdict,
-        status=status,  # type: ignore[arg-type]
-        evidence=(sentence, *verdict.evidence),
-        advice=advice if status == "not_reproduced" or not verdict.advice else verdict.advice,
+        status=status,
+        evidence=(sentence, *found, *verdict.evidence),
+        advice=(_UNSEEDED, *verdict.advice)[:3],
         region=verdict.region or region_of(verdict),
     )
 

@@ -1,7 +1,8 @@
 """The ends of a step: loss, gradients, parameters, moments, buffers, what it returned or raised. Cheap to look at.
 
-Looks only where training keeps a value, at the moment it counts: no module and no op is watched, and nothing of the
-step runs otherwise. Two runs of the same step are told apart by what was seen here.
+Looks only where training keeps a value, at the moment it counts, and at what the model is called with: no other module
+and no op is watched, and nothing of the step runs otherwise. Two runs of the same step are told apart by what was seen
+here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from nantrace.capture.lifecycle import StepListener
 from nantrace.flow.links import fqn
 from nantrace.flow.values import Scanner, masks, planes, tensors_in, unwrapped
+from nantrace.replay.surroundings import random_state
 
 _WORDS = {"loss": "loss", "gradient": "gradient", "parameter": "parameter", "moment": "moment", "buffer": "buffer"}
 
@@ -43,6 +45,9 @@ class Ends:
     Attributes:
         losses: each root of a backward pass as text: its exact bits, or "nan", "inf", "-inf".
         nonfinite: the ends that the run made nonfinite, in order of time.
+        inputs: what the model was called with each time, as digests of its bits.
+        gradients: (parameter, digest of its bits) of each gradient that was finite, where it was used or left.
+        random: (stream, digest) of the global random streams at the end.
         error: what the step raised, in a sentence: type, message, line; None if it ended well.
         raised: the type of that.
         skipped: updates that a gradient scaler skipped.
@@ -50,6 +55,9 @@ class Ends:
 
     losses: tuple[str, ...] = ()
     nonfinite: tuple[End, ...] = ()
+    inputs: tuple[str, ...] = ()
+    gradients: tuple[tuple[str, str], ...] = ()
+    random: tuple[tuple[str, str], ...] = ()
     error: str | None = None
     raised: str | None = None
     skipped: int = 0
@@ -81,6 +89,11 @@ class Ends:
         return ", ".join(parts) or "a returned value nonfinite"
 
 
+#: Calls of the model in one step whose inputs are told apart.
+_MOST_CALLS = 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class EndsListener(StepListener):
     """Looks at the ends of one run; ask for `ends` when `ended` was told what the run returned or raised."""
 
@@ -89,6 +102,8 @@ class EndsListener(StepListener):
         self._scanner = Scanner()
         self._names = {id(p): fqn(name) for name, p in model.named_parameters()}
         self._losses: list[str] = []
+        self._inputs: list[str] = []
+        self._gradients: dict[str, str] = {}  # the first time counts
         self._found: dict[tuple[str, str], End] = {}  # the first time counts
         self._iteration, self._skipped = 1, 0
         self._failure: Exception | None = None
@@ -105,11 +120,20 @@ class EndsListener(StepListener):
                 self._losses.append(_bits(plain))
                 self._look("loss", "loss", plain)
 
+    def model_called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook of the model."""
+        if len(self._inputs) < _MOST_CALLS:
+            try:
+                with _unseen():
+                    self._inputs.append(digest([unwrapped(t) for _, t in tensors_in((args, kwargs), "")]))
+            except Exception as error:
+                self.recorder_failed(error)
+
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         with _unseen():
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
-                    self._look("gradient", self._name(parameter), parameter.grad)
+                    self._look_at_gradient(self._name(parameter), parameter.grad)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         with _unseen():
@@ -138,14 +162,26 @@ class EndsListener(StepListener):
         """
         with _unseen():
             for place, name, tensor in self._state():
-                self._look(place, name, tensor)
+                if place == "gradient":
+                    self._look_at_gradient(name, tensor)
+                else:
+                    self._look(place, name, tensor)
             for path, tensor in tensors_in(returned, "returned"):
                 self._look("returned", path, unwrapped(tensor))
         if self._failure is not None:
             raise self._failure
         told = None if error is None else describe(error)
         raised = None if error is None else type(error).__name__
-        self.ends = Ends(tuple(self._losses), tuple(self._found.values()), told, raised, self._skipped)
+        self.ends = Ends(
+            tuple(self._losses),
+            tuple(self._found.values()),
+            tuple(self._inputs),
+            tuple(sorted(self._gradients.items())),
+            tuple((name, _digest_of(state)) for name, state in random_state().items()),
+            told,
+            raised,
+            self._skipped,
+        )
         return self.ends
 
     def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -161,11 +197,17 @@ class EndsListener(StepListener):
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(id(parameter), "outside the model")
 
-    def _look(self, place: str, name: str, tensor: torch.Tensor) -> None:
+    def _look_at_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        if not self._look("gradient", name, gradient) and name not in self._gradients:
+            self._gradients[name] = _sums(gradient)
+
+    def _look(self, place: str, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it is nonfinite."""
         nan, inf = self._count(tensor)
         new = (nan or inf) and self._before.get((place, name)) != (nan, inf)
         if new and (place, name) not in self._found:
             self._found[place, name] = End(place, name, self._iteration, nan, inf)
+        return bool(nan or inf)
 
     def _count(self, tensor: torch.Tensor) -> tuple[int, int]:
         """How many elements are NaN, how many infinite."""
@@ -211,8 +253,39 @@ def _bits(root: torch.Tensor) -> str:
     if plain.numel() == 1 and plain.layout == torch.strided and not plain.is_complex():
         value = float(plain)
         return value.hex() if math.isfinite(value) else repr(value)
-    found = [plane.contiguous().reshape(-1).view(torch.uint8).cpu() for plane in planes(plain)]
-    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in found)).hexdigest()[:16]
+    return digest([plain])
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal digests are equal bits of the values, dtypes and shapes; what cannot be read counts by its shape."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        hashed.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        plain = tensor.detach()
+        readable = plain.layout == torch.strided and not _has_no_values(plain)
+        for plane in (plain,) if readable else planes(plain):
+            hashed.update(plane.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    composed = type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized
+    return composed or tensor.is_meta or tensor._is_zerotensor()
+
+
+def _sums(tensor: torch.Tensor) -> str:
+    """A digest that is cheap on large tensors and on any device: equal bits have equal sums."""
+    said = []
+    for plane in planes(tensor):
+        bits = plane.detach().contiguous().reshape(-1).view(_INTEGERS[min(plane.element_size(), 8)])
+        said.append(f"{int(bits.sum(dtype=torch.int64))} {int(bits[::3].sum(dtype=torch.int64))}")
+    return " ".join(said)
+
+
+def _digest_of(state: Any) -> str:
+    if isinstance(state, torch.Tensor):
+        return digest([state])
+    return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ def plan(step: Step, capture: str | os.PathLike[str] | None = None) -> tuple[str
     ]
     if is_compiled(step.model):
         sentences.append("The model is compiled: its ops are watched in an eager run.")
-    sentences += [f"Cannot be wound back: {name}, a {kind}." for name, kind in snapshot.opaque.items()]
+    sentences += [f"Cannot be wound back between replays: {name}, a {kind}." for name, kind in snapshot.opaque.items()]
     if capture is not None:
         sentences += recovery(read(capture))
     return tuple(sentences)

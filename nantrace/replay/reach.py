@@ -3,7 +3,8 @@
 Knows how to walk and what to call things; `snapshot` keeps and restores what is found here. What belongs to the model,
 an optimizer, a scheduler, a scaler or the batch is *owned*: its containers are to be restored too. What is merely
 reached through the step's function (closure, globals it names, the object it is a method of) is *watched*: tensors and
-whole modules or optimizers in it are owned again, but plain Python values there are only compared.
+whole modules or optimizers in it are owned again, but plain Python values there are only compared, and put back once
+when everything is over.
 
 Not walked: modules of Python, classes, torch's and the standard library's own objects, `__slots__`.
 """
@@ -11,13 +12,12 @@ Not walked: modules of Python, classes, torch's and the standard library's own o
 from __future__ import annotations
 
 import functools
-import inspect
 import io
 import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +34,14 @@ _OWNERS = (
 )
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-#: A watched container with more elements is a data set, not state.
+#: A watched container with more elements is not walked into: a data set, not state.
 _LARGE = 10_000
+#: With more than this its elements are not kept either.
+_HUGE = 1_000_000
+#: Iterators of builtin containers, which can be told where to go on.
+_BUILTIN: tuple[Iterable[Any], ...] = ([], (), "", "\u0100", b"", range(1))
+_REWINDABLE = tuple(type(iter(container)) for container in _BUILTIN)
+_ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,22 @@ class Holder:
     name: str
     container: Any  # dict, list, set, deque, or a cell of a closure
     content: Any
+    partly: bool = False  # a dict of which only the keys of `content` count
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far an iterator or a file was read."""
+
+    source: Any
+    at: int
+
+    def put_back(self) -> None:
+        if isinstance(self.source, io.IOBase):
+            if not self.source.closed:
+                self.source.seek(self.at)
+        else:
+            self.source.__setstate__(self.at)
 
 
 @dataclass
@@ -57,6 +79,7 @@ class Reached:
     owned: list[Holder] = field(default_factory=list)
     watched: list[Holder] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)  # name -> type of what cannot be kept
+    positions: list[Position] = field(default_factory=list)  # of some of them
     names: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
     seen: dict[int, Any] = field(default_factory=dict)  # by id, kept alive so that no id is used twice
 
@@ -91,6 +114,7 @@ class Reached:
             yield from self._attributes(value, name, owned=True)
         elif _consumed(value):
             self.opaque[name] = type(value).__qualname__
+            self.positions += _position(value)
         elif _is_foreign(value):
             if in_batch and not isinstance(value, _harmless()):
                 self.opaque[name] = type(value).__qualname__
@@ -98,9 +122,11 @@ class Reached:
             yield from self._attributes(value, name, owned=owned and in_batch)
 
     def _container(self, value: Any, name: str, owned: bool) -> Iterator[tuple[Any, str, bool]]:
-        if not owned and len(value) > _LARGE:
+        if not owned and len(value) > _HUGE:
             return
         self._hold(Holder(name, value, _copy(value)), owned)
+        if not owned and len(value) > _LARGE:
+            return
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield item, self._child(name, key), owned
         if getattr(value, "__dict__", None):  # a subclass of dict or list with attributes of its own
@@ -138,9 +164,20 @@ class Reached:
                 continue
             self._hold(Holder(f"variable {key} of {name}", cell, content), False)
             yield content, key, False
-        named = inspect.getclosurevars(function).globals
-        self._hold(Holder(f"globals of {function.__module__}", function.__globals__, dict(named)), False)
-        yield from ((item, key, False) for key, item in named.items())
+        names = _names_in(function.__code__)
+        yield from self._globals(function.__globals__, f"globals of {function.__module__}", names)
+
+    def _globals(self, table: dict[str, Any], title: str, names: frozenset[str]) -> Iterator[tuple[Any, str, bool]]:
+        """Those that the names in a function's code may mean, also in modules of the user's own."""
+        named = {name: table[name] for name in sorted(names) if name in table}
+        absent = dict.fromkeys((name for name in sorted(names) if name not in table), _ABSENT)
+        self._hold(Holder(title, table, {**named, **absent}, partly=True), False)
+        for key, item in named.items():
+            if _is_own_module(item) and id(item) not in self.seen:
+                self.seen[id(item)] = item
+                yield from self._globals(vars(item), f"globals of {item.__name__}", names)
+            else:
+                yield item, key, False
 
     def _hold(self, holder: Holder, owned: bool) -> None:
         (self.owned if owned else self.watched).append(holder)
@@ -156,6 +193,33 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "nantrace"}
 
 def _package(module: str | None) -> str:
     return (module or "").partition(".")[0]
+
+
+def _is_own_module(value: Any) -> bool:
+    if not isinstance(value, types.ModuleType) or _package(value.__name__) in _LIBRARIES:
+        return False
+    file = getattr(value, "__file__", None) or ""
+    return bool(file) and "site-packages" not in file and "dist-packages" not in file
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Every name that a function's code, or a function defined in it, looks up."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _position(value: Any) -> list[Position]:
+    """Where reading goes on, if that can be told without reading, and be put back without loss."""
+    if type(value) in _REWINDABLE:
+        state = value.__reduce__()
+        return [Position(value, state[2])] if len(state) == 3 else []  # shorter once it is used up
+    if isinstance(value, io.IOBase):
+        try:
+            if value.readable() and value.seekable() and not value.writable():
+                return [Position(value, value.tell())]
+        except (OSError, ValueError):  # closed, or read by `next`, which disables `tell`
+            pass
+    return []
 
 
 def _consumed(value: Any) -> bool:
@@ -205,9 +269,17 @@ def holds_the_same(holder: Holder) -> bool:
 
 
 def put_back(holder: Holder) -> None:
-    """Make an owned container hold what it held, itself staying the same object."""
+    """Make a container hold what it held, itself staying the same object."""
     container, content = holder.container, holder.content
-    if isinstance(container, dict):
+    if isinstance(container, types.CellType):
+        container.cell_contents = content
+    elif holder.partly:
+        for key, value in content.items():
+            if value is _ABSENT:
+                container.pop(key, None)
+            elif container.get(key, _ABSENT) is not value:
+                container[key] = value
+    elif isinstance(container, dict):
         kind = OrderedDict if isinstance(container, OrderedDict) else dict
         kind.clear(container)
         for key, value in content.items():
@@ -228,12 +300,13 @@ def changes(holder: Holder) -> list[str]:
     if isinstance(container, types.CellType):
         pairs = [(holder.name, content, _cell(container))]
     elif isinstance(container, dict):
-        keys = content if "globals of" in holder.name else {**content, **container}
-        pairs = [(f"{holder.name}: {_key(k)}", content.get(k, "absent"), container.get(k, "absent")) for k in keys]
+        keys = content if holder.partly else {**content, **container}
+        pairs = [(f"{holder.name}: {_key(k)}", content.get(k, _ABSENT), container.get(k, _ABSENT)) for k in keys]
     else:
         now, then = _items(holder)
-        same = len(now) == len(then) and all(map(_alike, now, then))
-        return [] if same else [f"{holder.name}: {len(now)} elements, was {len(then)}"]
+        if len(now) != len(then):
+            return [f"{holder.name}: {len(now)} elements, was {len(then)}"]
+        pairs = [(f"{holder.name}[{i}]", a, b) for i, (a, b) in enumerate(zip(then, now, strict=True)) if a is not b]
     return [f"{name}: {_show(now)}, was {_show(then)}" for name, then, now in pairs if not _alike(now, then)]
 
 
@@ -241,6 +314,8 @@ def _items(holder: Holder) -> tuple[list[Any], list[Any]]:
     container, content = holder.container, holder.content
     if isinstance(container, types.CellType):
         return [_cell(container)], [content]
+    if holder.partly:
+        return [container.get(key, _ABSENT) for key in content], list(content.values())
     if isinstance(container, dict):
         return [x for pair in container.items() for x in pair], [x for pair in content.items() for x in pair]
     return list(container), list(content)
@@ -250,7 +325,7 @@ def _cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return "absent"
+        return _ABSENT
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -266,6 +341,6 @@ def _key(key: Any) -> str:
 
 def _show(value: Any) -> str:
     if isinstance(value, (bool, int, float, complex, str, type(None))):
-        text = repr(value) if value != "absent" else value
+        text = repr(value) if value is not _ABSENT else _ABSENT
         return text if len(text) <= 60 else text[:57] + "..."
     return f"another {type(value).__name__}"

@@ -1,12 +1,20 @@
-"""Runs a step again and again from the same state, and counts. Each run leaves the state as it found it."""
+"""Runs a step again and again from the same state, and counts. Each run leaves the state as it found it.
+
+The state: see `snapshot`. Plain values outside of model and batch are put back when all runs are over.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
+import torch
+
 from nantrace.capture.lifecycle import Lifecycle
+from nantrace.capture.sites import watched_modules
 from nantrace.flow.record import Recording, record
 from nantrace.replay.ends import Ends, EndsListener
 from nantrace.replay.snapshot import Snapshot
@@ -14,7 +22,7 @@ from nantrace.replay.step import Step
 
 
 class Replays:
-    """The replays of one step.
+    """The replays of one step; a context manager.
 
     Args:
         step: what to run.
@@ -27,6 +35,7 @@ class Replays:
         settings: torch's switches that a run changed.
         latest: what the latest run came to.
         unprobed: what each run that was watched at its ends only came to.
+        probed: (what it was for, what it came to) of each run under probes that leave the step as it is.
 
     Raises:
         ReplayError: the state cannot be kept.
@@ -40,26 +49,40 @@ class Replays:
         self.settings: tuple[str, ...] = ()
         self.latest = Ends()
         self.unprobed: list[Ends] = []
+        self.probed: list[tuple[str, Ends]] = []
         self._progress = progress
+
+    def __enter__(self) -> Replays:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.snapshot.leave()
 
     @property
     def left(self) -> int:
         return self.most - self.count
 
     @contextlib.contextmanager
-    def one(self, what: str) -> Iterator[EndsListener]:
-        """The room for one run; whatever happens in it, the state is restored behind it."""
+    def one(self, what: str, *, same: bool = True) -> Iterator[EndsListener]:
+        """The room for one run; whatever happens in it, the state is restored behind it.
+
+        `same`: the run is meant to come to the same ends as one without probes.
+        """
         self.count += 1
         number = self.count
         listener = EndsListener(self.step.model)
         try:
-            with Lifecycle(self.snapshot.listener()), Lifecycle(listener):
+            with Lifecycle(self.snapshot.listener()), Lifecycle(listener), _listening(self.step.model, listener):
                 yield listener
             self.untouched = self.untouched or self.snapshot.untouched()
             self.settings = self.settings or self.snapshot.settings_changed()
         finally:
             self.snapshot.restore()
         self.latest = listener.ends
+        if same:
+            self.probed.append((what, listener.ends))
         if self._progress is not None:
             self._progress(f"replay {number}: {what}: {listener.ends.in_words()}")
 
@@ -68,15 +91,31 @@ class Replays:
         with self.one(what) as listener:
             returned, error = called(self.step)
             ends = listener.ended(returned, error)
+        self.probed.pop()
         self.unprobed.append(ends)
         return ends
 
     def recorded(self, what: str, **options: Any) -> tuple[Recording, Ends]:
         """One run under the op recorder; `options` are those of `flow.record`."""
         step = self.step
-        with self.one(what) as listener:
+        with self.one(what, same=not {"freeze", "neutral"} & options.keys()) as listener:
             recording = record(step, step.model, step.batch, optimizer=step.optimizer, **options)
             return recording, listener.ended(recording.returned, recording.error)
+
+
+@contextlib.contextmanager
+def _listening(model: torch.nn.Module, listener: EndsListener) -> Iterator[None]:
+    """Lets the listener see what the model is called with, where a hook changes nothing."""
+    compiler = "torch._dynamo" in sys.modules  # a hook would be compiled into the model, whoever compiled it
+    outside = isinstance(model, getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ()))
+    if not (outside or (not compiler and all(each.hookable for each in watched_modules(model, depth=0)[0]))):
+        yield
+        return
+    handle = model.register_forward_pre_hook(listener.model_called, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def called(step: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -61,7 +61,11 @@ def smallest_failing_batch(
         ReplayError: the step has no batch to slice, or does not fail, or its state cannot be kept.
     """
     size = batch_size(step.batch)
-    replays = Replays(step, max_replays, progress)
+    with Replays(step, max_replays, progress) as replays:
+        return _searched(replays, step, size)
+
+
+def _searched(replays: Replays, step: Step, size: int) -> Samples:
     whole = replays.plain(f"all {size:,} samples")
     if not whole.failed:
         raise ReplayError(f"The step does not fail with its {size:,} samples: there is nothing to leave out.")

@@ -6,12 +6,15 @@ optimizers, scalers and learning-rate schedulers; the batch, with its containers
 generators that the step's function reaches through its closure or its globals; Python's, NumPy's, torch's and CUDA's
 random streams; torch's switches (see `surroundings`). State that only the step creates is gone again.
 
-Not restored, but compared and named: plain Python values outside of model and batch. Not restored, and named when
-met: iterators, open files, objects without attributes. Not seen: tensor hooks, `__slots__`, other processes, files.
+Plain Python values outside of model and batch (counters, lists, attributes of the user's objects) are the world that
+the step runs in: `restore` leaves them, so that two runs show whether the step depends on them, and `leave` puts them
+back at the very end, with iterators of builtin containers and files that are only read. Not restored, and named when
+met: other iterators and files, objects without attributes. Not seen: tensor hooks, `__slots__`, other processes, files.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +63,15 @@ class Snapshot:
         self._found = []  # if they live on, the next replay finds them again, in this state
         surroundings.restore_settings(self._settings)
         surroundings.restore_random_state(self._random)
+
+    def leave(self) -> None:
+        """Put back also what lies outside of model and batch. The last thing to do with a step."""
+        for holder in self._reached.watched:
+            if not holds_the_same(holder):
+                put_back(holder)
+        for position in self._reached.positions:
+            with contextlib.suppress(OSError, ValueError):  # closed by the step
+                position.put_back()
 
     def differences(self) -> tuple[str, ...]:
         """What differs from the state when it was taken, by name; empty after `restore`."""

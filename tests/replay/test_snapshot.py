@@ -251,18 +251,71 @@ def test_random_streams_and_switches_come_back():
     assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
 
 
-def test_plain_state_outside_of_model_and_batch_is_left_alone_and_named():
-    calls, log = 0, [1]
+SEEN = 0
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, m: nn.Module, b: Any) -> None:
+        self.steps += 1
+
+
+def test_plain_state_outside_of_model_and_batch_is_named_and_put_back_at_the_end():
+    calls, log, stats, trainer = 0, [1], {"inner": {"n": 1}}, Trainer()
 
     def run(m: nn.Module, b: Any) -> None:
+        global SEEN, FIRST
         nonlocal calls
         calls += 1
         log.append(calls)
+        stats["inner"]["n"] += 1
+        SEEN += 1
+        FIRST = True
+        trainer.step(m, b)
 
     snapshot = run_once(Step(run, nn.Linear(1, 1), torch.ones(1)))
     snapshot.restore()
-    assert calls == 1
-    assert snapshot.untouched() == ("variable calls of run: 1, was 0", "log: 2 elements, was 1")
+    assert (calls, log, SEEN) == (1, [1, 1], 1)
+    assert {
+        "variable calls of run: 1, was 0",
+        "log: 2 elements, was 1",
+        "stats.inner: n: 2, was 1",
+        f"globals of {__name__}: SEEN: 1, was 0",
+        f"globals of {__name__}: FIRST: True, was absent",
+        "attributes of trainer: steps: 1, was 0",
+    } == set(snapshot.untouched())
+    snapshot.leave()
+    assert (calls, log, stats, SEEN, trainer.steps) == (0, [1], {"inner": {"n": 1}}, 0, 0)
+    assert "FIRST" not in globals() and snapshot.untouched() == ()
+
+
+def test_numbers_of_a_list_are_named_one_by_one():
+    counts = [0, 5]
+
+    def run(m: nn.Module, b: Any) -> None:
+        counts[1] += 1
+
+    assert run_once(Step(run, nn.Linear(1, 1), torch.ones(1))).untouched() == ("counts[1]: 6, was 5",)
+
+
+def test_iterators_of_containers_and_files_that_are_read_go_on_where_they_were(tmp_path):
+    (tmp_path / "data").write_text("1\n2\n3\n")
+    numbers, letters = iter([1, 2, 3]), iter("abc")
+    next(numbers)
+    with open(tmp_path / "data") as file:
+        file.readline()
+
+        def run(m: nn.Module, b: Any) -> None:
+            next(numbers), next(letters), file.readline()
+
+        snapshot = run_once(Step(run, nn.Linear(1, 1), torch.ones(1)))
+        assert set(snapshot.opaque.values()) == {"list_iterator", type(letters).__name__, "TextIOWrapper"}
+        snapshot.restore()
+        assert next(numbers) == 3
+        snapshot.leave()
+        assert (next(numbers), next(letters), file.readline()) == (2, "a", "2\n")
 
 
 def test_a_second_model_in_the_closure_comes_back():
