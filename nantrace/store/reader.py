@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.errors import NantraceError, TraceFormatError
-from nantrace.events import EVENT, ModuleEntry, Phase, Role, Site, Trace
+from nantrace.events import EVENT, ModuleEntry, Phase, Raised, Role, Site, Trace
 from nantrace.lineage import Lineage
 from nantrace.store.plain import from_json
 from nantrace.store.schema import FORMAT_MAJOR, FORMAT_MINOR, NULL, TABLE_VERSION, TABLES, join_names, unescape
@@ -44,7 +44,11 @@ def load(path: str | os.PathLike[str]) -> Trace:
     Raises:
         TraceFormatError: the file is not a trace, is damaged, or has a newer format than this version reads.
         NantraceError: there is no such file, or it cannot be opened.
+        TypeError: `path` is not a path.
     """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        shown = f"a {type(path).__name__}" if len(repr(path)) > 60 else repr(path)
+        raise TypeError(f"load got {shown}: pass the path of a trace that nantrace.trace wrote")
     path = os.fspath(path)
     _check_openable(path)
     try:
@@ -61,6 +65,16 @@ def load(path: str | os.PathLike[str]) -> Trace:
         else:
             advice = "it is not an HDF5 file: pass the .h5 file that nantrace.trace wrote"
         raise TraceFormatError(f"{path} cannot be read as a trace ({what}), {advice}.") from error
+
+
+def is_trace(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says of itself that it is a trace, of whatever version."""
+    try:
+        with _open(os.fspath(path)) as file:
+            group = file.get("meta") if isinstance(file.get("meta", getlink=True), h5py.HardLink) else None
+            return isinstance(group, h5py.Group) and "format_version" in group.attrs
+    except Exception:  # HDF5 raises whatever a foreign file leads it into
+        return False
 
 
 def _check_openable(path: str) -> None:
@@ -97,6 +111,7 @@ def _read(file: h5py.File, path: str) -> Trace:
     meta = _meta(file)
     _check_version(meta.pop("format_version", None))
     complete = meta.pop("complete", False) is True
+    raised = _raised(meta.pop("raised", None))
     tables = {name: _table(file, name) for name in TABLES}
     missing = [name for name in _REQUIRED if tables[name] is None]
     if missing:
@@ -115,6 +130,7 @@ def _read(file: h5py.File, path: str) -> Trace:
         lineage=_lineage(found["lineage"].tobytes()),
         complete=complete,
         path=path,
+        raised=raised,
     )
 
 
@@ -212,6 +228,14 @@ def _plain_attribute(owner: Any, name: str) -> Any:
     return value.item() if isinstance(value, np.generic) else _ODD
 
 
+def _raised(found: Any) -> Raised | None:
+    """None for an empty text, and for what no writer makes."""
+    if not isinstance(found, dict) or not isinstance(found.get("error"), str):
+        return None
+    message, step = found.get("message"), found.get("step")
+    return Raised(found["error"], message if isinstance(message, str) else "", step if type(step) is int else None)
+
+
 def _check_version(version: Any) -> None:
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", version) if isinstance(version, str) else None
     if match is None:
@@ -269,15 +293,16 @@ def _slice(table: h5py.Dataset, name: str, begin: int, end: int) -> npt.NDArray[
 def _events(table: h5py.Dataset, committed: int | None, sites: int, size: int) -> npt.NDArray[np.void]:
     """The longest prefix with `seq` rising from 1 by ones and sites that exist."""
     length = _length(table, "events", committed, size)
-    rows = np.empty(length, EVENT)  # one array that is filled: blocks to join would be held twice
+    blocks = []
     for begin in range(0, length, _BLOCK):
-        block = rows[begin : begin + _BLOCK]
-        block[:] = _slice(table, "events", begin, begin + len(block))
-        expected = np.arange(begin + 1, begin + len(block) + 1, dtype=np.uint64)
-        valid = (block["seq"] == expected) & (block["site"] < sites)
-        if not valid.all():
-            return rows[: begin + int(np.argmin(valid))].copy()
-    return rows
+        rows = _slice(table, "events", begin, min(begin + _BLOCK, length))
+        expected = np.arange(begin + 1, begin + len(rows) + 1, dtype=np.uint64)
+        valid = (rows["seq"] == expected) & (rows["site"] < sites)
+        good = len(rows) if valid.all() else int(np.argmin(valid))
+        blocks.append(rows[:good])
+        if good < len(rows):
+            break
+    return np.concatenate(blocks) if blocks else np.empty(0, EVENT)
 
 
 def _text(names: dict[int, str], reference: int, what: str) -> str | None:

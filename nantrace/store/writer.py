@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.errors import NantraceError, TraceExistsError
-from nantrace.events import EVENT, ModuleEntry, Site
+from nantrace.events import EVENT, ModuleEntry, Raised, Site
 from nantrace.lineage import Lineage
 from nantrace.store.plain import to_json
 from nantrace.store.schema import (
@@ -36,7 +36,8 @@ from nantrace.store.schema import (
 from nantrace.store.tables import WRITING, Tables
 
 _LONGEST_FIXED = 60_000  # bytes; HDF5 takes attributes of up to 64 KiB
-_RESERVED = ("complete", "format_version")
+_RAISED = 1024  # bytes that are kept free for the exception that ends the block
+_RESERVED = ("complete", "format_version", "raised")
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> str:
@@ -142,6 +143,14 @@ class TraceWriter:
         """Stores the flow of nonfinite values; the last call counts."""
         if not self._idle():
             self._write("lineage", _line(lineage.to_json()))
+
+    def set_raised(self, raised: Raised) -> None:
+        """Stores what ended the traced block early; a message that does not fit is left out."""
+        if self._idle():
+            return
+        said = {"error": raised.error, "message": raised.message, "step": raised.step}
+        text = next((t for t in (to_json(said), to_json({**said, "message": ""})) if len(t) + 5 <= _RAISED), "")
+        self._guard(lambda: self._file["meta"].attrs.modify("raised", _fixed(f"json:{text}" if text else "", _RAISED)))
 
     def flush(self) -> None:
         """Hands everything to the operating system: afterwards it survives SIGKILL (not a power failure)."""
@@ -291,7 +300,8 @@ def _close(file: h5py.File) -> None:
 def _attributes(meta: Mapping[str, Any]) -> dict[str, Any]:
     given = {escape(name): _attribute(value) for name, value in meta.items() if name not in _RESERVED}
     version = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-    return {"format_version": _fixed(version, 16), "complete": np.bool_(False), **given}
+    ours = {"format_version": _fixed(version, 16), "complete": np.bool_(False), "raised": _fixed("", _RAISED)}
+    return {**ours, **given}
 
 
 def _attribute(value: Any) -> Any:
