@@ -293,16 +293,15 @@ def _slice(table: h5py.Dataset, name: str, begin: int, end: int) -> npt.NDArray[
 def _events(table: h5py.Dataset, committed: int | None, sites: int, size: int) -> npt.NDArray[np.void]:
     """The longest prefix with `seq` rising from 1 by ones and sites that exist."""
     length = _length(table, "events", committed, size)
-    blocks = []
+    rows = np.empty(length, EVENT)  # one array that is filled: blocks to join would be held twice
     for begin in range(0, length, _BLOCK):
-        rows = _slice(table, "events", begin, min(begin + _BLOCK, length))
-        expected = np.arange(begin + 1, begin + len(rows) + 1, dtype=np.uint64)
-        valid = (rows["seq"] == expected) & (rows["site"] < sites)
-        good = len(rows) if valid.all() else int(np.argmin(valid))
-        blocks.append(rows[:good])
-        if good < len(rows):
-            break
-    return np.concatenate(blocks) if blocks else np.empty(0, EVENT)
+        block = rows[begin : begin + _BLOCK]
+        block[:] = _slice(table, "events", begin, begin + len(block))
+        expected = np.arange(begin + 1, begin + len(block) + 1, dtype=np.uint64)
+        valid = (block["seq"] == expected) & (block["site"] < sites)
+        if not valid.all():
+            return rows[: begin + int(np.argmin(valid))].copy()
+    return rows
 
 
 def _text(names: dict[int, str], reference: int, what: str) -> str | None:
