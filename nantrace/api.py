@@ -51,32 +51,52 @@ def trace(
         depth: deepest level of modules to record: 0 the model alone, None all.
         ops: record single ops too, which costs more and names the op at fault: True for the whole step, or globs on
             the FQNs of the modules whose ops are to be looked at.
-        on_nonfinite: what a fault does at the end of its step: "warn", "raise" a `NonfiniteError`, or "ignore".
+        on_nonfinite: what a fault does at the end of its step: "warn" once, "raise" a `NonfiniteError`, or "ignore".
+            It is raised out of the call that ended the step, once that has done its work: `optimizer.step` (with a
+            scaler: `scaler.update`), `tracer.mark_step`, or the block's end for a step that nothing else ended. An
+            exception of yours that is under way goes first.
         capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`.
         keep_steps: hold only so many steps back, written when a step is at fault and at the end.
-        overwrite: replace an existing file.
+        overwrite: replace an existing trace at `path` and an existing capture; nothing else is replaced.
         stats: "range" (counts, min, max), "full", or "auto": full where it costs the same.
 
     Raises:
-        TraceExistsError: the path is taken and `overwrite` is False (when the block is entered).
-        ValueError: an option is out of range.
+        TraceExistsError: `path` or `capture` is taken (when the block is entered, as with the next).
+        NantraceError: a file cannot be written, or another block writes it meanwhile.
+        TypeError, ValueError: an option is of the wrong kind, out of range, or a glob that matches no module.
+
+    A model that is deep-copied or pickled as a whole within the block carries a no-op of the standard library in place
+    of each hook; a `state_dict` carries nothing. Without an optimizer and without `mark_step` the block is one step.
 
     Example:
         >>> with nantrace.trace(model, "step.h5", optimizer=optimizer, batch=batch) as tracer:
         ...     loss_of(model(batch)).backward()
         ...     optimizer.step()
     """
+    from nantrace.capture.options import optimizers_in, refuse_wrong_options
     from nantrace.capture.tracer import Tracer
 
+    refuse_wrong_options(
+        model,
+        path=path,
+        capture=capture,
+        scaler=scaler,
+        depth=depth,
+        on_nonfinite=on_nonfinite,
+        keep_steps=keep_steps,
+        overwrite=overwrite,
+        stats=stats,
+    )
+    optimizers = optimizers_in(optimizer)
     observers = []
     if capture is not None:
         from nantrace.replay.captured import StepCapture
 
-        observers.append(StepCapture(model, optimizer, scaler, batch, capture))
+        observers.append(StepCapture(model, optimizers, scaler, batch, capture, overwrite))
     return Tracer(
         model,
         path=path,
-        optimizer=optimizer,
+        optimizer=optimizers,
         scaler=scaler,
         batch=batch,
         modules=modules,
@@ -87,7 +107,7 @@ def trace(
         stats=stats,
         judge=_judge(path),
         observers=observers,
-        ops=_live_ops(model, batch, optimizer, ops),
+        ops=_live_ops(model, batch, optimizers or None, ops),
     )
 
 
@@ -97,6 +117,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
     Raises:
         TraceFormatError: the file is not a trace, or one that this version cannot read.
         NantraceError: there is no such file.
+        TypeError: `path` is not a path.
     """
     from nantrace.store.reader import load as read
 
@@ -160,10 +181,10 @@ def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | st
     """The op recorder of a trace, or None."""
     if ops is False:
         return None
+    from nantrace.capture.options import patterns_in
     from nantrace.flow.live import LiveOps
 
-    globs = None if ops is True else [ops] if isinstance(ops, str) else list(ops)
-    return LiveOps(model, batch, optimizer, globs)
+    return LiveOps(model, batch, optimizer, None if ops is True else patterns_in("ops", ops))
 
 
 def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:

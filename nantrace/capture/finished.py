@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.events import EVENT, Site
+from nantrace.events import EVENT, Raised, Site
 from nantrace.lineage import Lineage
 
 
@@ -23,6 +23,7 @@ class Writer(Protocol):
     def append(self, rows: npt.NDArray[np.void]) -> None: ...
     def add_step(self, step: Mapping[str, Any]) -> None: ...
     def set_lineage(self, lineage: Lineage) -> None: ...
+    def set_raised(self, raised: Raised) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -48,6 +49,7 @@ class FinishedSteps:
         self._rows: list[npt.NDArray[np.void]] = []
         self._seq = 1
         self._sites = 0
+        self._ahead = 0  # rows of the step that is still open which were written
         self._was_bad = self._released = False
 
     def add(self, rows: npt.NDArray[np.void], step: Mapping[str, Any], sites: Sequence[Site], bad: bool) -> None:
@@ -61,11 +63,19 @@ class FinishedSteps:
         if self._keep is None or turned:
             self.release(sites)
 
+    def spill(self, rows: npt.NDArray[np.void], sites: Sequence[Site]) -> None:
+        """Write rows of the step that is still open; `add` gets them once more, before the others."""
+        assert self._writer is not None and self._keep is None
+        self._add_sites(sites)
+        first = self._seq + self._ahead
+        rows["seq"] = np.arange(first, first + len(rows))
+        self._writer.append(rows)
+        self._writer.flush()
+        self._ahead += len(rows)
+
     def release(self, sites: Sequence[Site]) -> None:
         """Let go everything that is held back."""
-        if self._writer is not None and len(sites) > self._sites:
-            self._writer.add_sites(sites[self._sites :])
-            self._sites = len(sites)
+        self._add_sites(sites)
         while self._held:
             self._put(*self._held.popleft())
         if self._writer is not None:
@@ -95,5 +105,11 @@ class FinishedSteps:
             self._rows.append(rows)
             self.steps.append(step)
         else:
-            self._writer.append(rows)
+            self._writer.append(rows[self._ahead :])
             self._writer.add_step(step)
+            self._ahead = 0
+
+    def _add_sites(self, sites: Sequence[Site]) -> None:
+        if self._writer is not None and len(sites) > self._sites:
+            self._writer.add_sites(sites[self._sites :])
+            self._sites = len(sites)

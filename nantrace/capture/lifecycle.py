@@ -50,6 +50,13 @@ class StepListener:
     def recorder_failed(self, error: Exception) -> None:
         """A method of this listener raised."""
 
+    def to_raise(self) -> Exception | None:
+        """What the user is to get instead of a return: asked when a backward, optimizer or scaler is done.
+
+        All listeners have been told by then, and what was called has done all of its work.
+        """
+        return None
+
 
 class Lifecycle:
     """Tells one listener what happens between `__enter__` and `__exit__`.
@@ -64,14 +71,9 @@ class Lifecycle:
         self.listener = listener
         self.thread: int | None = None
         self.scalers: dict[int, torch.amp.GradScaler] = {}
-        self._handles: list[Any] = []
 
     def __enter__(self) -> Lifecycle:
         self.thread = threading.get_ident()
-        self._handles = [
-            register_optimizer_step_pre_hook(lambda opt, args, kwargs: self.tell("optimizer_begins", opt)),
-            register_optimizer_step_post_hook(lambda opt, args, kwargs: self.tell("optimizer_ends", opt)),
-        ]
         _watch(self)
         return self
 
@@ -79,9 +81,6 @@ class Lifecycle:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _unwatch(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def tell(self, what: str, *args: Any) -> None:
         if threading.get_ident() != self.thread:
@@ -100,6 +99,7 @@ class Lifecycle:
 # The wrappers are process-wide, and so is the list of those they report to.
 _watching: list[Lifecycle] = []
 _originals: dict[tuple[Any, str], Any] = {}
+_handles: list[Any] = []
 _lock = threading.Lock()
 
 
@@ -112,6 +112,8 @@ def _watch(lifecycle: Lifecycle) -> None:
             _wrap(scaler, "unscale_", _sees_scaler)
             _wrap(scaler, "step", _scaler_step)
             _wrap(scaler, "update", _scaler_update)
+            _handles.append(register_optimizer_step_pre_hook(_optimizer_begins))
+            _handles.append(register_optimizer_step_post_hook(_optimizer_ends))
         _watching.append(lifecycle)
 
 
@@ -123,6 +125,8 @@ def _unwatch(lifecycle: Lifecycle) -> None:
             for (owner, name), original in _originals.items():
                 setattr(owner, name, original)
             _originals.clear()
+            while _handles:
+                _handles.pop().remove()
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -136,6 +140,26 @@ def _tell_all(what: str, *args: Any) -> None:
         lifecycle.tell(what, *args)
 
 
+def _raise_what_waits() -> None:
+    """Not within a backward pass: there the user's call has not come to its end."""
+    if torch._C._current_graph_task_id() >= 0:
+        return
+    for lifecycle in reversed(_watching):
+        error = lifecycle.listener.to_raise() if threading.get_ident() == lifecycle.thread else None
+        if error is not None:
+            raise error
+
+
+def _optimizer_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _tell_all("optimizer_begins", optimizer)
+
+
+def _optimizer_ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """PyTorch calls it last of all in `optimizer.step`: what is raised here comes out of a step that was taken."""
+    _tell_all("optimizer_ends", optimizer)
+    _raise_what_waits()
+
+
 def _backward(original: Any) -> Callable[..., Any]:
     def nantrace_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         accumulates = bool(kwargs.get("accumulate_grad", args[-1] if args and isinstance(args[-1], bool) else True))
@@ -146,9 +170,10 @@ def _backward(original: Any) -> Callable[..., Any]:
         try:
             result = original(t_outputs, *args, **kwargs)
             failed = False
-            return result
         finally:
             _tell_all("backward_ends", accumulates, nested, failed)
+        _raise_what_waits()
+        return result
 
     return nantrace_backward
 
@@ -184,6 +209,7 @@ def _scaler_update(original: Any) -> Callable[..., Any]:
         _tell_all("scaler_updates", self)
         result = original(self, *args, **kwargs)
         _tell_all("scaler_updated", self)
+        _raise_what_waits()
         return result
 
     return nantrace_scaler_update

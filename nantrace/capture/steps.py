@@ -7,6 +7,7 @@ what the numbers mean.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ from nantrace.events import Phase, Role
 
 Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
 
+# Rows, and seconds, that a step may hold back when the next call of a module begins.
+_MOST_ON_HOST, _MOST_ON_DEVICE, _LONGEST = 4096, 65_536, 2.0
+
 
 class StepRecorder(StepListener):
     """Follows the steps.
@@ -40,7 +44,10 @@ class StepRecorder(StepListener):
         batch: what the steps read, recorded when they begin.
         scaled: a gradient scaler will be used.
         begins: called when a step has been opened, before anything is read.
+        closed: called when the last update so far has happened, outside of backward; the step is still open.
         ended: called with the rows of a finished step and its row of the ledger.
+        waiting: what is to be raised out of the user's optimizer or scaler, or None.
+        spilled: takes rows of a step that grows without end, ahead of the rest; None keeps them all.
         failed: told when recording raised.
     """
 
@@ -53,7 +60,10 @@ class StepRecorder(StepListener):
         batch: Any,
         scaled: bool,
         begins: Callable[[], None],
+        closed: Callable[[], None],
         ended: Ended,
+        waiting: Callable[[], Exception | None],
+        spilled: Callable[[npt.NDArray[np.void]], None] | None,
         failed: Callable[[Exception], None],
     ) -> None:
         self.active = False
@@ -65,7 +75,13 @@ class StepRecorder(StepListener):
         self._batch = batch
         self._scaled = scaled
         self._begins = begins
+        self._closed = closed
         self._ended = ended
+        self._waiting = waiting
+        self._spilled = spilled
+        self._drained: list[npt.NDArray[np.void]] = []  # rows of the open step that are numbers already
+        self._ahead = 0  # how many of these were spilled
+        self._spilled_at = 0.0
         self._failed = failed
         self._next = 0
         self._thread = threading.get_ident()
@@ -75,6 +91,7 @@ class StepRecorder(StepListener):
     def open(self) -> OpenStep:
         """Begin a step and read what it starts from."""
         step = self.step = OpenStep(self._next)
+        self._spilled_at = step.started
         self._next += 1
         self.calls.model_called = False
         self.calls.forget_open_calls()
@@ -99,7 +116,16 @@ class StepRecorder(StepListener):
 
     def _call_from_outside(self) -> None:
         if threading.get_ident() == self._thread:  # no other thread begins or ends a step
-            self.reached()
+            step = self.reached()
+            if self._spilled is not None and self._is_long(step):
+                self._spill(step)
+
+    def so_far(self) -> tuple[npt.NDArray[np.void], dict[str, Any]]:
+        """The rows of the open step and its row of the ledger, as if it ended here. Waits for the device."""
+        assert self.step is not None
+        with Quiet():
+            rows = self._rows(self.step)
+            return rows, self.step.row(rows, self._buffer.sites, 0, ())
 
     def end(self) -> None:
         """Finish the open step: read what is left, fetch what devices hold, hand the rows over."""
@@ -107,16 +133,50 @@ class StepRecorder(StepListener):
         if step is None:
             return
         with Quiet():
-            for key in step.skipped() & step.gradient_rows.keys():
-                self._buffer.relabel(*step.gradient_rows[key], Phase.POST_BACKWARD)
             if step.backwards and not step.gradients_seen:
                 self._state.observe_gradients(Phase.POST_BACKWARD)
             if not step.updated:
                 self._state.observe_buffers(Phase.UPDATE)
-            rows = self._buffer.drain(step.number)
+            rows = self._rows(step)
+            self._drained, self._ahead = [], 0
             missed = self.gradients.never_came() if step.backwards else []
             ledger = step.row(rows, self._buffer.sites, len(missed), self._notes(missed))
         self._ended(rows, ledger)
+
+    def _rows(self, step: OpenStep) -> npt.NDArray[np.void]:
+        """All rows of the open step, numbered from 1."""
+        self._drain(step)
+        rows = np.concatenate(self._drained) if len(self._drained) > 1 else self._drained[0]
+        rows["seq"] = np.arange(1, len(rows) + 1)
+        return rows
+
+    def _drain(self, step: OpenStep) -> None:
+        """Make numbers of the rows that the buffer holds."""
+        for key in step.skipped() & step.gradient_rows.keys():
+            self._buffer.relabel(*step.gradient_rows[key], Phase.POST_BACKWARD)
+        step.gradient_rows.clear()
+        self._drained.append(self._buffer.drain(step.number))
+
+    def _is_long(self, step: OpenStep) -> bool:
+        """Whether rows wait for an end of the step that may never come: of a loop without an optimizer, say.
+
+        Where they lie on a device only their number counts, since fetching them waits for it.
+        """
+        if step.gradient_rows:  # an update is under way, and the step about to end
+            return False
+        waiting = len(self._buffer.rows)
+        if waiting < _MOST_ON_HOST and (not waiting or time.perf_counter() - self._spilled_at < _LONGEST):
+            return False
+        return waiting >= _MOST_ON_DEVICE or all(entry.tensor.is_cpu for entry in self._state.parameters.values())
+
+    def _spill(self, step: OpenStep) -> None:
+        assert self._spilled is not None
+        with Quiet():
+            self._drain(step)
+        for rows in self._drained[self._ahead :]:
+            self._spilled(rows)
+        self._ahead = len(self._drained)
+        self._spilled_at = time.perf_counter()
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
         if nested or not self.active:
@@ -129,6 +189,10 @@ class StepRecorder(StepListener):
                 slot = name if len(roots) == 1 else f"{name}[{index}]"
                 hook = self.gradients.hook_on(root) if root.requires_grad else None
                 self._buffer.observe(None, Phase.LOSS, Role.LOSS, slot, root, 0, hook.stats if hook else None)
+
+    def backward_ends(self, accumulates: bool, nested: bool, failed: bool) -> None:
+        if self.active and not nested and not failed:
+            self._tell_if_closed()  # optimizers may have stepped inside
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._concerned(optimizer):
@@ -157,6 +221,7 @@ class StepRecorder(StepListener):
         step.updated = True
         if not self._scaled:
             step.close()
+            self._tell_if_closed()
 
     def scaler_seen(self, scaler: torch.amp.GradScaler) -> None:
         self._scaled = True
@@ -182,9 +247,17 @@ class StepRecorder(StepListener):
         if self.step is not None:
             self.step.scale_after = _scale_of(scaler)
             self.step.close()
+            self._tell_if_closed()
+
+    def _tell_if_closed(self) -> None:
+        if self.step is not None and self.step.closing and torch._C._current_graph_task_id() < 0:
+            self._closed()
 
     def recorder_failed(self, error: Exception) -> None:
         self._failed(error)
+
+    def to_raise(self) -> Exception | None:
+        return self._waiting()
 
     def _read_gradients(self, step: OpenStep, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
         begin = len(self._buffer.rows)

@@ -32,10 +32,16 @@ def facts(model: torch.nn.Module) -> dict[str, Any]:
         "executed": "eager",
         "user_mode": "compiled" if is_compiled(model) else "eager",
     }
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        found["rank"] = torch.distributed.get_rank()
+    if (number := rank()) is not None:
+        found["rank"] = number
         found["world"] = torch.distributed.get_world_size()
     return found
+
+
+def rank() -> int | None:
+    """Number of this process in a distributed run; None elsewhere."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if distributed else None
 
 
 def own_path(path: str | os.PathLike[str], rank: int | None) -> str:

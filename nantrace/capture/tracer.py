@@ -6,13 +6,15 @@ Has no opinion on what it records: whether a step is at fault is asked of a func
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,49 +24,20 @@ from nantrace.capture.buffer import Buffer
 from nantrace.capture.finished import FinishedSteps, Writer
 from nantrace.capture.hooks import install
 from nantrace.capture.lifecycle import Lifecycle
+from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
+from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_options
 from nantrace.capture.quiet import Quiet
+from nantrace.capture.raised import raised
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
 from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path, warn_user
+from nantrace.capture.targets import refuse_taken, refuse_written_twice
 from nantrace.errors import NantraceWarning, NonfiniteError
-from nantrace.events import Site, Trace
+from nantrace.events import Raised, Site, Trace
 from nantrace.lineage import Lineage
 
 OnNonfinite = Literal["warn", "raise", "ignore"]
-_ON_NONFINITE = ("warn", "raise", "ignore")
-_STATS = ("auto", "range", "full")
-
-
-class Judgement(NamedTuple):
-    """What somebody with an opinion says of a step: a sentence or None, and whether the step is at fault."""
-
-    sentence: str | None
-    fault: bool
-
-
-class StepObserver(Protocol):
-    """Is told of steps: to keep their state before they run, to store what became of them."""
-
-    def step_begins(self, tracer: Tracer) -> None:
-        """Nothing of the step has run yet, nor been read."""
-
-    def step_ended(self, trace: Trace, verdict: Judgement | None) -> None:
-        """`trace` holds this step alone; `verdict` is None when nothing in it was nonfinite."""
-
-
-class OpRecorder(Protocol):
-    """Records ops from the time the first step has begun until before the last ends."""
-
-    def begin(self, observe: Callable[[Site, tuple[Any, ...]], None]) -> None:
-        """Start, and hand a row to `observe` for each nonfinite output of an op."""
-
-    def end(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def lineage(self) -> Lineage:
-        """The flow of nonfinite values; asked once, after the end."""
 
 
 class Tracer:
@@ -80,10 +53,13 @@ class Tracer:
         batch: what the step reads, a tensor or any nesting of them.
         modules: globs on FQNs that select modules. None selects by `depth` alone.
         depth: deepest level of modules to record; 0 the model alone, None all.
-        on_nonfinite: what a fault does at the end of its step: "warn" once a trace, "raise" from `mark_step` or at
-            exit, or "ignore".
+        on_nonfinite: what a fault does at the end of its step: "warn" once a trace, "raise", or "ignore". What is
+            raised comes out of the call that ended the step, once it has done its work: `optimizer.step` (with a
+            scaler: `scaler.update`), the backward in which optimizers stepped, `mark_step`, or the block itself for
+            a step that none of these ended. While an exception of the user's is under way it waits for the block's
+            end, and is only a warning if that exception ends the block.
         keep_steps: hold only so many steps back, and keep them when a step goes nonfinite and at the end.
-        overwrite: replace an existing file.
+        overwrite: replace an existing trace.
         stats: "range", "full", or "auto": range on a CPU, full where it costs the same.
         judge: says of a step with nonfinite values what to tell the user.
         observers: told when steps begin and end.
@@ -93,8 +69,13 @@ class Tracer:
     Attributes:
         faults: how many steps were at fault so far.
 
+    A step that no update and no `mark_step` ends lasts for the whole block. Its rows go to the file as it grows, and
+    stay in memory as well (some 130 bytes a tensor seen), since it is judged as a whole.
+
+    A copy of the model made within the block keeps a no-op of the standard library in place of each hook of ours.
+
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or an option is of a kind that it cannot take.
         ValueError: an option is out of range, or a glob matches no module.
 
     Example:
@@ -122,21 +103,22 @@ class Tracer:
         ops: OpRecorder | None = None,
         open_writer: Callable[..., Writer] | None = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"trace got a {type(model).__name__} as model: pass a torch.nn.Module")
-        if depth is not None and (not isinstance(depth, int) or depth < 0):
-            raise ValueError(
-                f"depth is {depth!r}: pass 0 for the model alone, a larger integer, or None for all modules"
-            )
-        if keep_steps is not None and (not isinstance(keep_steps, int) or keep_steps < 1):
-            raise ValueError(f"keep_steps is {keep_steps!r}: pass a positive integer, or None to keep every step")
-        _check("on_nonfinite", on_nonfinite, _ON_NONFINITE)
-        _check("stats", stats, _STATS)
-        patterns = [modules] if isinstance(modules, str) else modules
+        refuse_wrong_options(
+            model,
+            path=path,
+            scaler=scaler,
+            depth=depth,
+            on_nonfinite=on_nonfinite,
+            keep_steps=keep_steps,
+            overwrite=overwrite,
+            stats=stats,
+        )
+        patterns = patterns_in("modules", modules)
         self._watched, self._modules = watched_modules(model, patterns, depth)
         self._model = model
+        self._file: str | None = None  # of this rank
         self._path, self._overwrite, self._open_writer = path, overwrite, open_writer
-        self._optimizers = _several(optimizer)
+        self._optimizers = optimizers_in(optimizer)
         self._scaled = scaler is not None and scaler.is_enabled()
         self._batch, self._keep, self._stats = batch, keep_steps, stats
         self._on_nonfinite, self._judge = on_nonfinite, judge
@@ -144,13 +126,18 @@ class Tracer:
         self._options = {"modules": patterns, "depth": depth, "keep_steps": keep_steps, "stats": stats}
         self._meta: dict[str, Any] = {}
         self._lineage: Lineage | None = None
-        self._entered = False
+        self._raised: Raised | None = None
+        self._peeked: tuple[int, Judgement] | None = None
+        self._entered = self._ended = False
         self._exits = contextlib.ExitStack()
         self._thread: int | None = None
         self._writer: Writer | None = None
         self._failure: Exception | None = None
         self._unsaid: list[str] = []
-        self._error: NonfiniteError | None = None
+        self._error: NonfiniteError | None = None  # waits to be raised
+        self._given: NonfiniteError | None = None  # was raised
+        self._finished = FinishedSteps(None, keep_steps)
+        self._handled_before: BaseException | None = None
         self.faults = 0
 
     def __enter__(self) -> Tracer:
@@ -158,6 +145,7 @@ class Tracer:
             raise RuntimeError("this tracer was entered before: make a new one with nantrace.trace(...) for each block")
         self._entered = True
         self._thread = threading.get_ident()
+        self._handled_before = sys.exc_info()[1]
         self._meta = {**facts(self._model), **self._options}
         self._prepare()
         with contextlib.ExitStack() as exits:
@@ -171,22 +159,33 @@ class Tracer:
         try:
             if self._ops is not None:
                 self._ops.end(kind, error, traceback)
+            self._note_the_exception(error)
             self._attempt(self._finish)
         finally:
             self._stop()
             self._exits.close()
             self._close()
             _running.discard(self)
+            self._ended = True
         self._report(quietly=error is not None)
 
     @property
     def trace(self) -> Trace:
-        """What was recorded of the finished steps. With a path it is read from the file once the block has ended."""
-        if self._writer is not None:
+        """What was recorded of the finished steps. With a path it is read from the file.
+
+        Within the block it is not complete.
+
+        Raises:
+            RuntimeError: before the block.
+        """
+        if not self._entered:
+            raise RuntimeError("tracer.trace was asked for before the block: record within `with ... as tracer` first")
+        if self._writer is not None and self._file is not None:
             from nantrace.store.reader import load  # only this package opens files, and only here
 
-            return load(self._path_written)
-        return self._as_trace(self._finished.events(), self._finished.ledger())
+            return load(self._file)
+        trace = self._as_trace(self._finished.events(), self._finished.ledger())
+        return dataclasses.replace(trace, complete=self._ended, raised=self._raised)
 
     def mark_step(self, *, batch_id: Any = None, lr: Any = None, loss: Any = None) -> None:
         """End the step here.
@@ -209,18 +208,24 @@ class Tracer:
             step.batch_id, step.lr = batch_id, lr
             step.loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self._attempt(self._steps.end)
-        self._report(quietly=False)
+        if not self._users_exception_is_under_way():
+            self._report(quietly=False)
 
     def _prepare(self) -> None:
         """Make the recorders, and the file: whatever can be wrong is wrong before a hook is placed."""
+        for observer in self._observers:
+            observer.block_begins()
+        if self._path is not None:
+            self._file = own_path(self._path, self._meta.get("rank"))
+        refuse_written_twice(self.files(), (file for tracer in _running for file in tracer.files()))
         self._buffer = Buffer(self._stats == "full", self._stats != "range")
         state = StateRecorder(self._model, self._buffer)
         state.read_names()
         self._meta["aliases"] = state.aliases
-        if self._path is not None:
-            self._path_written = own_path(self._path, self._meta.get("rank"))
-            self._writer = self._opened(self._path_written)
+        if self._file is not None:
+            self._writer = self._opened(self._file)
         self._finished = FinishedSteps(self._writer, self._keep)
+        writes_at_once = self._writer is not None and self._keep is None
         self._steps = StepRecorder(
             self._buffer,
             state,
@@ -228,14 +233,24 @@ class Tracer:
             batch=self._batch,
             scaled=self._scaled,
             begins=self._step_begins,
+            closed=self._step_closed,
             ended=self._step_ended,
+            waiting=self._to_raise,
+            spilled=self._spill if writes_at_once else None,
             failed=self._failed,
         )
 
+    def files(self) -> list[str]:
+        """What this tracer and its observers write within the block."""
+        found = [self._file, *(observer.path for observer in self._observers)]
+        return [file for file in found if file is not None]
+
     def _opened(self, path: str) -> Writer:
         if self._open_writer is None:
+            from nantrace.store.reader import is_trace
             from nantrace.store.writer import TraceWriter  # needs h5py, which a trace in memory does not
 
+            refuse_taken(path, self._overwrite, is_trace, "a trace")
             return TraceWriter(path, modules=self._modules, meta=self._meta, overwrite=self._overwrite)
         return self._open_writer(path, modules=self._modules, meta=self._meta, overwrite=self._overwrite)
 
@@ -276,28 +291,57 @@ class Tracer:
             for observer in self._observers:
                 observer.step_begins(self)
 
+    def _step_closed(self) -> None:
+        """The next forward would end the step. What is to be raised must be known now."""
+        if self._on_nonfinite == "raise":
+            rows, ledger = self._steps.so_far()
+            judgement = self._judged(rows, ledger)
+            self._peeked = None if judgement is None else (len(rows), judgement)
+            if judgement is not None and judgement.fault:
+                self._steps.end()
+
     def _step_ended(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> None:
-        judgement = None
-        bad = bool((rows["nan"] + rows["posinf"] + rows["neginf"]).any())
-        if self._observers or bad:
+        judgement = self._judged(rows, ledger)
+        self._peeked = None
+        if self._observers:
             trace = self._as_trace(rows, ({**ledger, "first_seq": 1},))
-            if bad and self._judge is not None:
-                judgement = Judgement(*self._judge(trace))
             for observer in self._observers:
                 observer.step_ended(trace, judgement)
-        fault = bad if self._judge is None else judgement is not None and judgement.fault
+        fault = judgement is not None and judgement.fault
         self._finished.add(rows, ledger, self._buffer.sites, fault)
-        if fault:
-            self._found(judgement.sentence if judgement else None, ledger["step"])
+        if judgement is not None and fault:
+            self._found(judgement.sentence, ledger["step"])
+
+    def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
+        """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
+        if not (rows["nan"] + rows["posinf"] + rows["neginf"]).any():
+            return None
+        if self._peeked is not None and self._peeked[0] == len(rows):
+            return self._peeked[1]
+        if self._judge is None:
+            return Judgement(None, True)
+        return Judgement(*self._judge(self._as_trace(rows, ({**ledger, "first_seq": 1},))))
 
     def _found(self, sentence: str | None, step: int) -> None:
         self.faults += 1
-        if self.faults == 1 and self._on_nonfinite != "ignore":
-            sentence = sentence or f"step {step} went nonfinite: look at the trace for where"
-            if self._on_nonfinite == "raise":
-                self._error = NonfiniteError(sentence)
-            else:
-                self._say(sentence)
+        sentence = sentence or f"step {step} went nonfinite: look at the trace for where"
+        if self._on_nonfinite == "raise":
+            self._error = self._error or NonfiniteError(sentence)
+        elif self._on_nonfinite == "warn" and self.faults == 1:
+            self._say(sentence)
+
+    def _spill(self, rows: npt.NDArray[np.void]) -> None:
+        self._finished.spill(rows, self._buffer.sites)
+
+    def _note_the_exception(self, error: BaseException | None) -> None:
+        """Keep what ended the block early, but for an error of this tracer's own."""
+        if error is None or error is self._given:
+            return
+        step = self._steps.step
+        within = step is not None and not step.closing
+        self._raised = raised(error, step.number if step is not None and within else None)
+        if self._writer is not None:
+            self._attempt(functools.partial(self._writer.set_raised, self._raised))
 
     def _as_trace(self, rows: npt.NDArray[np.void], steps: Any) -> Trace:
         return Trace(rows, tuple(self._buffer.sites), self._modules, tuple(steps), self._meta, self._lineage)
@@ -327,6 +371,17 @@ class Tracer:
         except NantraceWarning:
             self._unsaid.append(sentence)
 
+    def _users_exception_is_under_way(self) -> bool:
+        handled = sys.exc_info()[1]
+        return handled is not None and handled is not self._handled_before
+
+    def _to_raise(self) -> Exception | None:
+        """What goes to the user out of the call that ended a step."""
+        if self._error is None or self._users_exception_is_under_way():
+            return None
+        self._given, self._error = self._error, None
+        return self._given
+
     def _report(self, quietly: bool) -> None:
         """Raise what waits to be raised; `quietly` when an exception of the user's is on its way."""
         error, self._error = self._error, None
@@ -335,6 +390,7 @@ class Tracer:
             for sentence in unsaid:
                 warn_user(sentence)
             if error is not None:
+                self._given = error
                 raise error
         elif error is not None:
             self._say(str(error))
@@ -359,17 +415,3 @@ def _watch_forks() -> None:
     """Once a process: it cannot be undone, so it waits until somebody traces."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork)
-
-
-def _check(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}: pass one of {', '.join(map(repr, allowed))}")
-
-
-def _several(
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
-) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    # Only what steps like one counts as one: some wrappers are no subclass of Optimizer.
-    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[list-item]

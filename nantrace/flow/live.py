@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nantrace.events import Columns, Phase, Role, Site
+from nantrace.flow.links import fqn
 from nantrace.flow.recorder import OpRecorder
 from nantrace.lineage import Lineage, OpEvent
 
@@ -23,6 +24,9 @@ class LiveOps:
     Args:
         model, batch, optimizer: as for `OpRecorder`; several optimizers may be given.
         modules: globs on FQNs. In other modules, and outside of all, ops whose inputs are finite are not looked at.
+
+    Raises:
+        ValueError: a glob matches no module. Modules outside the model ("<ClassName>") are not known before they run.
     """
 
     def __init__(
@@ -30,7 +34,7 @@ class LiveOps:
     ) -> None:
         several = optimizer is not None and not hasattr(optimizer, "param_groups")
         self._arguments = (model, batch, list(optimizer) if several else optimizer)
-        self._modules = modules
+        self._modules = None if modules is None else _known(model, modules)
         self._recorder: OpRecorder | None = None
 
     def begin(self, observe: Observe) -> None:
@@ -58,6 +62,15 @@ class LiveOps:
 
     def _selects(self, module: str | None, phase: str) -> bool:
         return module is not None and any(fnmatch.fnmatchcase(module, glob) for glob in self._modules or ())
+
+
+def _known(model: torch.nn.Module, globs: Sequence[str]) -> Sequence[str]:
+    fqns = list(dict.fromkeys(fqn(name) for name, _ in model.named_modules(remove_duplicate=False)))
+    for glob in globs:
+        if not glob.startswith("<") and not any(fnmatch.fnmatchcase(name, glob) for name in fqns):
+            some = ", ".join(map(repr, fqns[:8]))
+            raise ValueError(f"ops has {glob!r}, which matches none of the model's {len(fqns)} modules: {some}")
+    return globs
 
 
 def op_row(event: OpEvent) -> tuple[Site, tuple[Any, ...]]:

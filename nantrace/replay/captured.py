@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
-from nantrace.capture.surroundings import warn_user
-from nantrace.capture.tracer import Judgement, Tracer
+from nantrace.capture.observers import Judgement
+from nantrace.capture.surroundings import own_path, rank, warn_user
+from nantrace.capture.targets import refuse_taken, refuse_unwritable
+from nantrace.capture.tracer import Tracer
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.errors import CaptureError, NantraceError
 from nantrace.events import Trace
@@ -43,22 +45,38 @@ class StepCapture:
 
     Args:
         model, optimizer, scaler, batch: of the step; optimizers may be several, all but the model None.
-        path: file to write, replaced as a whole if it exists.
+        path: file to write; each rank of a distributed run has a file of its own, as it has for a trace.
+        overwrite: replace an existing capture, as a whole and not before a step is at fault.
 
     Attributes:
+        path: the file of this rank, once the block has begun.
         written: whether a step was at fault and is in the file.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: Any, scaler: Any, batch: Any, path: str | os.PathLike[str]
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scaler: Any,
+        batch: Any,
+        path: str | os.PathLike[str],
+        overwrite: bool = False,
     ) -> None:
         self._step = Step(_no_code, model, batch, optimizer=_several(optimizer), scaler=scaler)
-        self._path = os.fspath(path)
+        self.path: str | None = None
+        self._given, self._overwrite = os.fspath(path), overwrite
         # Read here: a tracer reads everything else under modes of its own.
         self._modes = {n: v for n, v in surroundings.settings().items() if n == "grad mode" or "autocast" in n}
         self._kept: dict[str, Any] | None = None
         self._problem: str | None = None
         self.written = False
+
+    def block_begins(self) -> None:
+        """Find out what may be wrong with the file before a step runs, not when one has failed."""
+        path = own_path(self._given, rank())
+        refuse_taken(path, self._overwrite, _is_capture, "a captured step")
+        refuse_unwritable(path)
+        self.path = path
 
     def step_begins(self, tracer: Tracer) -> None:
         if self.written or self._problem:
@@ -75,7 +93,7 @@ class StepCapture:
             return
         if kept is not None:
             kept["manifest"]["fault"] = verdict.sentence or ""
-            self._problem = self._problem or _written(kept, self._path)
+            self._problem = self._problem or _written(kept, self.path or self._given)
         self.written = self._problem is None
         if self._problem:
             warn_user(f"the step at fault was not captured: {self._problem}")
@@ -232,6 +250,14 @@ def read(path: str | os.PathLike[str]) -> Captured:
     if broken:
         raise CaptureError(f"{name} is damaged: {', '.join(broken)} cannot be read; capture the step again.")
     return Captured(name, kept)
+
+
+def _is_capture(path: str) -> bool:
+    try:
+        kept = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # its tensors are not read
+    except Exception:  # unpickling a foreign or hostile file raises whatever it likes
+        return False
+    return isinstance(kept, dict) and kept.get("format") == _FORMAT
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from torch import nn
 
 import nantrace.capture.buffer as buffer_module
 from nantrace.capture.buffer import Buffer
-from nantrace.capture.tracer import Judgement, Tracer
+from nantrace.capture.observers import Judgement
+from nantrace.capture.tracer import Tracer
 from nantrace.errors import NantraceError, NantraceWarning, NonfiniteError, TraceExistsError
 from nantrace.events import Phase, Role, Site, Trace
 from nantrace.lineage import Lineage
@@ -192,6 +193,7 @@ class FullDisk:
 
     def add_step(self, step: Any) -> None: ...
     def set_lineage(self, lineage: Any) -> None: ...
+    def set_raised(self, raised: Any) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None:
         self.closed = True
@@ -283,6 +285,10 @@ class Notebook:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.path: str | None = None
+
+    def block_begins(self) -> None:
+        self.told.append("block")
 
     def step_begins(self, tracer: Tracer) -> None:
         self.told.append("begins")
@@ -294,7 +300,7 @@ class Notebook:
 def test_observers_hear_of_every_step() -> None:
     notebook = Notebook()
     _run_until_bad(Tracer(_model(), observers=[notebook], judge=lambda trace: ("x", False)), bad=1, steps=2)
-    assert notebook.told == ["begins", ({0}, None), "begins", ({1}, Judgement("x", False))]
+    assert notebook.told == ["block", "begins", ({0}, None), "begins", ({1}, Judgement("x", False))]
 
 
 class Ops:

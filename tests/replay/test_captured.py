@@ -175,13 +175,15 @@ def test_the_four_goals_say_what_is_present_and_what_is_missing(tmp_path: Path, 
     assert "missing: the batch, the optimizer's state" in recovery(bare)[2]
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(
+def test_a_file_that_can_no_longer_be_written_is_said_once_and_training_goes_on(
     tmp_path: Path, batch: dict[str, Tensor]
 ) -> None:
     model, optimizer = build()
-    path = tmp_path / "nowhere" / "step.capture"
+    path = tmp_path / "folder" / "step.capture"
+    path.parent.mkdir()
     with (
         pytest.warns(NantraceWarning, match="the step at fault was not captured"),
         nantrace.trace(model, batch=batch, capture=path, on_nonfinite="ignore"),
     ):
+        path.parent.rmdir()
         train(model, batch, optimizer)

@@ -1,0 +1,53 @@
+"""Who a tracer talks to: what says whether a step is at fault, what is told of steps, what records ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from nantrace.events import Site, Trace
+from nantrace.lineage import Lineage
+
+if TYPE_CHECKING:
+    from nantrace.capture.tracer import Tracer
+
+
+class Judgement(NamedTuple):
+    """What somebody with an opinion says of a step: a sentence or None, and whether the step is at fault."""
+
+    sentence: str | None
+    fault: bool
+
+
+class StepObserver(Protocol):
+    """Is told of steps: to keep their state before they run, to store what became of them.
+
+    Attributes:
+        path: the file that it writes, or None.
+    """
+
+    path: str | None
+
+    def block_begins(self) -> None:
+        """Before anything is placed or written. What it raises is raised to the user, and the block not entered."""
+
+    def step_begins(self, tracer: Tracer) -> None:
+        """Nothing of the step has run yet, nor been read."""
+
+    def step_ended(self, trace: Trace, verdict: Judgement | None) -> None:
+        """`trace` holds this step alone; `verdict` is None when nothing in it was nonfinite."""
+
+
+class OpRecorder(Protocol):
+    """Records ops from the time the first step has begun until before the last ends."""
+
+    def begin(self, observe: Callable[[Site, tuple[Any, ...]], None]) -> None:
+        """Start, and hand a row to `observe` for each nonfinite output of an op."""
+
+    def end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def lineage(self) -> Lineage:
+        """The flow of nonfinite values; asked once, after the end."""
