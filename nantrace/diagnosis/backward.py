@@ -7,13 +7,19 @@ yet convict that reader.
 
 from __future__ import annotations
 
-from nantrace.diagnosis.seen import Call, Seen
-from nantrace.events import Role
+import re
+
+from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.events import Phase, Role
 
 _STATISTICS = ("numel", "finite", "nan", "posinf", "neginf", "min", "max")
 _FLOW = (int(Role.GRAD_OUTPUT), int(Role.GRAD_INPUT))
 #: Backward of these multiplies or selects: out of finite values it makes nonfinite ones by overflow alone.
 _TAME = ("Linear", "Conv", "Dropout", "Identity", "Embedding", "ReLU", "Flatten")
+#: PyTorch's own of these. Backward of a linear map adds up products of what the trace shows, and nothing else.
+_LINEAR_MAP = re.compile(
+    r"(NonDynamicallyQuantizable)?Linear|Conv(Transpose)?[123]d|Embedding|ReLU|Identity|Dropout[123]?d?|Flatten"
+)
 
 
 def same_gradient(seen: Seen, row: int) -> list[int]:
@@ -58,6 +64,8 @@ def gradient_maker(seen: Seen, row: int) -> Call | None:
     wild = [call for call in innermost if not is_tame(seen, call)]
     if len(wild) == 1:
         return wild[0]
+    if not wild and all(cannot_have_made(seen, call, row) for call in innermost):
+        return _code_around(seen, innermost[0], row)
     if len(innermost) == 1 and len(readers) == 1:
         return innermost[0]
     shared = set.intersection(*(set(around[call.key]) for call in innermost))
@@ -68,6 +76,53 @@ def is_tame(seen: Seen, call: Call) -> bool:
     """Whether backward of this module can hardly make a nonfinite gradient out of finite ones."""
     cls = seen.classes.get(call.module, call.module)
     return any(part in cls for part in _TAME)
+
+
+def cannot_have_made(seen: Seen, call: Call, row: int) -> bool:
+    """Whether backward of `call` cannot have made the nonfinite gradient `row`: finite products far from overflow.
+
+    The largest element of it is at most (elements of the gradient that arrived) * (its largest) * (the largest input
+    or weight). Then other code read the same tensor.
+    """
+    cls = seen.classes.get(call.module, "")
+    if call.children or not _LINEAR_MAP.fullmatch(cls) or not call.outputs:
+        return False
+    # A gradient that never arrived (the graph does not lead through this call) made nothing.
+    arrived = [r for r in call.grad_outputs if r < row]
+    step = int(seen.step[row])
+    own = [r for r in seen.rows(step, Role.PARAM, phases=[Phase.FORWARD]) if seen.site(int(r)).module == call.module]
+    read = [*call.inputs, *(int(r) for r in own)]
+    if any(seen.bad[r] for r in (*arrived, *read, *call.outputs)):
+        return False
+    largest = min(LARGEST.get(seen.site(r).dtype, 1e4) for r in (row, *arrived, *call.outputs))
+    factor = max([1.0, *(seen.absmax(r) for r in read)])
+    return all(seen.absmax(r) * int(seen.trace.events["numel"][r]) * factor < largest / 16 for r in arrived)
+
+
+def made_elsewhere(seen: Seen, row: int) -> bool:
+    """Whether a parameter's nonfinite gradient cannot come from the calls of the module that owns it."""
+    site = seen.site(row)
+    if seen.role[row] != Role.GRAD or seen.phase[row] != Phase.BACKWARD or not site.module:
+        return False
+    if site.slot.rpartition(".")[2] not in ("weight", "bias"):  # weight_norm and its like keep others
+        return False
+    mine = [call for call in seen.calls(int(seen.step[row])).values() if call.module == site.module]
+    return bool(mine) and all(cannot_have_made(seen, call, row) for call in mine)
+
+
+def differentiated_before(seen: Seen, row: int) -> bool:
+    """Whether the step asked for a gradient as a value (autograd.grad) before `row`."""
+    losses = seen.rows(int(seen.step[row]), Role.LOSS)
+    return any(r < row and seen.site(int(r)).slot.startswith("differentiated value") for r in losses)
+
+
+def _code_around(seen: Seen, call: Call, row: int) -> Call | None:
+    """The nearest call around that has code of its own; None where a gradient may have gone past all of them."""
+    calls = seen.calls(int(seen.step[row]))
+    if differentiated_before(seen, row):
+        return None
+    around = (calls[key] for key in _around(calls, call))
+    return next((each for each in around if seen.classes.get(each.module) != "Sequential"), None)
 
 
 def _around(calls: dict[int, Call], call: Call) -> list[int]:

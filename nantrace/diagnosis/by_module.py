@@ -12,8 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nantrace.diagnosis import evidence, growth
-from nantrace.diagnosis.parents import INF, NAN, Root, births, enclosing, is_external, is_real, overflowed, parents
+from nantrace.diagnosis import evidence, growth, suspects
+from nantrace.diagnosis.backward import made_elsewhere
+from nantrace.diagnosis.parents import (
+    INF,
+    NAN,
+    Root,
+    births,
+    enclosing,
+    is_external,
+    is_real,
+    overflowed,
+    parents,
+    put_in,
+)
 from nantrace.diagnosis.seen import Seen
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.events import Phase, Role, Trace
@@ -28,7 +40,7 @@ class Blame:
     status: Status
     root: Root
     sink: int | None
-    stage: Stage
+    stage: Stage | None
     others: tuple[Root, ...] = ()
     why: str | None = None
 
@@ -217,8 +229,9 @@ def _is_read(seen: Seen, row: int) -> bool:
     return called and (role == Role.PARAM or (role == Role.BUFFER and batch_norm))
 
 
-def _stage(seen: Seen, row: int) -> Stage:
+def _stage(seen: Seen, row: int) -> Stage | None:
     role, phase = Role(int(seen.role[row])), Phase(int(seen.phase[row]))
+    unseen = suspects.model_unseen(seen, int(seen.step[row]))
     if is_external(seen, row):
         if role is Role.INPUT:
             return "input"
@@ -226,7 +239,7 @@ def _stage(seen: Seen, row: int) -> Stage:
     if phase is Phase.UPDATE:
         return "forward" if role is Role.BUFFER else "optimizer"
     if role is Role.LOSS:
-        return "loss"
+        return None if unseen else "loss"
     if role is Role.GRAD:
         return "backward" if phase is Phase.BACKWARD else "gradients"
     if role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) or phase in (Phase.RECOMPUTE, Phase.BACKWARD):
@@ -234,6 +247,8 @@ def _stage(seen: Seen, row: int) -> Stage:
     around = enclosing(seen, row)
     if around is not None:
         return "loss" if around.foreign else "forward"
+    if unseen:
+        return None
     earlier = [c for c in seen.calls(int(seen.step[row])).values() if c.parent is None and c.last < row]
     return "loss" if earlier else "input"
 
@@ -255,20 +270,30 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
         evidence.advice(seen, row, blame.stage, cause, blame.status),
         _others(seen, blame),
         path,
-        region=evidence.region(seen, row),
+        region=suspects.region(seen, row),
     )
 
 
 def _others(seen: Seen, blame: Blame) -> tuple[Origin, ...]:
     """One origin for each other module or tensor that the sink's values came from, at most three."""
-    found = {(seen.site(blame.root[0]).module, is_external(seen, blame.root[0])): None}
+    found = {(_origin(seen, blame.root).module, is_external(seen, blame.root[0]))}
     others = []
-    for row, kind in blame.others:
-        key = (seen.site(row).module, is_external(seen, row))
+    for row, kind in (*_change(seen, blame), *blame.others):
+        origin = _origin(seen, (row, kind))
+        key = (origin.module, is_external(seen, row))
         if key not in found:
-            found[key] = None
-            others.append(_origin(seen, (row, kind)))
+            found.add(key)
+            others.append(origin)
     return tuple(others[:3])
+
+
+def _change(seen: Seen, blame: Blame) -> list[Root]:
+    """Where an infinity became NaN on its way to the sink, or where the infinity came in that a NaN was made of."""
+    row, kind = blame.root
+    if kind == NAN:
+        return [(source, INF) for above in parents(seen, row) for source in sorted(put_in(seen, above))]
+    way = [] if blame.sink is None else _way(seen, row, blame.sink)
+    return [(r, NAN) for r in way if seen.nan[r]][:1]
 
 
 def _origin(seen: Seen, root: Root) -> Origin:
@@ -277,7 +302,8 @@ def _origin(seen: Seen, root: Root) -> Origin:
     around = enclosing(seen, row)
     flow = site.role in (Role.INPUT, Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_OUTPUT)
     module = site.module if not flow else (around.module if around is not None else None)
-    if site.role is Role.LOSS or _stage(seen, row) in ("gradients", "optimizer"):
+    outside = site.role is Role.LOSS or _stage(seen, row) in ("gradients", "optimizer")
+    if outside or made_elsewhere(seen, row):
         module = None
     return Origin(
         step=int(seen.step[row]),

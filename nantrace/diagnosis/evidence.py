@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from nantrace.diagnosis import growth
+from nantrace.diagnosis import growth, suspects
+from nantrace.diagnosis.backward import differentiated_before, made_elsewhere
 from nantrace.diagnosis.parents import enclosing, is_external, overflowed, parents
+from nantrace.diagnosis.reached import reached
 from nantrace.diagnosis.seen import LARGEST, Call, Seen
 from nantrace.diagnosis.verdict import Stage, Status
 from nantrace.events import Phase, Role, TensorStats
@@ -58,36 +61,37 @@ def read_rows(seen: Seen, row: int) -> list[int]:
     return [*(r for r in call.inputs if r < row), *own]
 
 
-def region(seen: Seen, row: int) -> tuple[str, ...]:
-    """What a module trace leaves under suspicion: the modules inside the culprit that were not observed."""
-    call = enclosing(seen, row)
-    if call is None or call.foreign:
-        return ()
-    prefix = f"{call.module}." if call.module else ""
-    observed = {site.module for site in seen.trace.sites}
-    inside = [entry.fqn for entry in seen.trace.modules if entry.fqn and entry.fqn.startswith(prefix)]
-    return tuple(fqn for fqn in inside if fqn not in observed and fqn != call.module)[:8]
-
-
-def cause(seen: Seen, row: int, stage: Stage) -> str | None:
+def cause(seen: Seen, row: int, stage: Stage | None) -> str | None:
     """A short identifier where rows of modules are enough to know it."""
     if stage == "input":
         return "bad_input"
     if is_external(seen, row):
         return BAD_STATE[Role(int(seen.role[row]))]
+    if stage == "optimizer" and nonfinite_rates(seen, row):
+        return "nonfinite_learning_rate"
     if seen.infinite[row] and overflowed(seen, row):
         return "overflow"
+    if suspects.ignored_labels(seen, row) is not None:
+        return "nothing_to_average"
     return "exploding_update" if stage == "update" and growth.exploded(seen, row) else None
 
 
+def nonfinite_rates(seen: Seen, row: int) -> list[float]:
+    """The learning rates of the row's step that are infinite or NaN, as the ledger holds them."""
+    entry = next((entry for entry in seen.trace.steps if entry.get("step") == int(seen.step[row])), {})
+    rates = entry.get("lr")
+    listed = rates if isinstance(rates, (list, tuple)) else [rates]
+    return [rate for rate in listed if isinstance(rate, float) and not math.isfinite(rate)]
+
+
 def sentences(
-    seen: Seen, status: Status, row: int, stage: Stage, sink: int | None, cause: str | None
+    seen: Seen, status: Status, row: int, stage: Stage | None, sink: int | None, cause: str | None
 ) -> tuple[str, ...]:
     """What happened, what was seen before it, how it came about, what it reached, what was not seen."""
     said = [_what(seen, row, cause), _earlier(seen, row)]
     if not is_external(seen, row):
         before = growth.grew_by_block(seen, row) or growth.one_block_before(seen, row)
-        said += [*_magnitudes(seen, row), before or "", growth.huge_parameters(seen, row) or ""]
+        said += [_labels(seen, row), *_magnitudes(seen, row), before or "", growth.huge_parameters(seen, row) or ""]
     said.append(_fate(seen, status, row, sink))
     return tuple(sentence for sentence in (*said, _gap(seen, row)) if sentence)
 
@@ -102,10 +106,13 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
     role, site, call = Role(int(seen.role[row])), seen.site(row), enclosing(seen, row)
     above = parents(seen, row)
     if role is Role.LOSS:
-        return f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}."
+        return _loss_reason(seen, row, above)
     if role is Role.GRAD:
         return _gradient_reason(seen, row)
     if seen.phase[row] == Phase.UPDATE:
+        rates = nonfinite_rates(seen, row) if cause == "nonfinite_learning_rate" else []
+        if rates:
+            return f"The learning rate of the step was {rates[0]}; {seen.name(row)} is nonfinite after the update."
         return f"{seen.name(row)} is nonfinite after the update, while its gradient and its value before were finite."
     if call is None:
         if seen.phase[row] == Phase.BACKWARD:
@@ -123,7 +130,27 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
         return f"Inputs and weights are finite; the result left {site.dtype}'s range{limit}."
     if not call.inputs:
         return f"{name} returned it; no tensor among its arguments was seen."
+    last = suspects.last_inside(seen, call, row)
+    if last and not above:
+        return f"Its own code after {last} made it: what {name} read and what its submodules put out is finite."
     return f"Inputs and weights of {name} are {'without NaN' if above else 'finite'}; its output is not."
+
+
+def _labels(seen: Seen, row: int) -> str:
+    given = suspects.ignored_labels(seen, row)
+    if given is None:
+        return ""
+    count = int(seen.trace.events["numel"][given])
+    return f"Each of the {count:,} values of {seen.name(given)} is -100, which cross entropy ignores: 0 / 0."
+
+
+def _loss_reason(seen: Seen, row: int, above: Sequence[int]) -> str:
+    if not suspects.model_unseen(seen, int(seen.step[row])):
+        return f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}."
+    return (
+        f"The loss is nonfinite{_though(above, 'everything that modules were seen to put out was finite')}. It was "
+        f"born in the model's own code or in the code after it. {suspects.unseen_words(seen)}"
+    )
 
 
 def _though(above: Sequence[int], what: str) -> str:
@@ -133,8 +160,19 @@ def _though(above: Sequence[int], what: str) -> str:
 def _gradient_reason(seen: Seen, row: int) -> str:
     if seen.phase[row] != Phase.BACKWARD:
         return f"The gradient of {seen.name(row)} was finite after backward and is not where the optimizer reads it."
+    if made_elsewhere(seen, row):
+        return _elsewhere(seen, row)
     return (
         f"The gradients that reached {named(seen.site(row).module or '')} are finite, that of {seen.name(row)} is not."
+    )
+
+
+def _elsewhere(seen: Seen, row: int) -> str:
+    owner = seen.site(row).module
+    way = "its values or a gradient through it, as a penalty does" if differentiated_before(seen, row) else "it"
+    return (
+        f"The gradient of {seen.name(row)} is nonfinite, though {owner} cannot have made it: its inputs, weights and "
+        f"the gradients that reached it are finite and far from overflow. Other code reads {way}."
     )
 
 
@@ -166,9 +204,9 @@ def _magnitudes(seen: Seen, row: int) -> list[str]:
 
 def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
     step = int(seen.step[row if sink is None else sink])
-    reached = _reached(seen, row, step)
     if status != "contained":
-        return f"It reached {reached}." if reached else ""
+        harm = reached(seen, row, step)
+        return f"It reached {harm}." if harm else ""
     if skipped(seen, step):
         skips = [int(entry["step"]) for entry in seen.trace.steps if entry.get("skipped")]
         stuck = len(skips) == len(seen.trace.steps) and len(skips) > 1
@@ -179,42 +217,20 @@ def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
     return "It reached no loss, gradient, parameter or buffer that was seen."
 
 
-def _reached(seen: Seen, row: int, step: int) -> str:
-    later = np.arange(len(seen.bad)) >= row
-    parts = []
-    outermost = [call for call in seen.calls(step).values() if call.parent is None and not call.foreign]
-    for call in outermost:
-        if any(r >= row and seen.bad[r] for r in call.outputs):
-            parts.append(f"the output of {named(call.module)}")
-            break
-    if any(later[r] and seen.bad[r] for r in seen.rows(step, Role.LOSS)):
-        parts.append("the loss")
-    consumed = seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER])
-    gradients = consumed if consumed.size else seen.rows(step, Role.GRAD)
-    for role, rows, what in (
-        (Role.GRAD, gradients, "gradients"),
-        (Role.PARAM, seen.rows(step, Role.PARAM, phases=[Phase.UPDATE]), "parameters after the update"),
-        (Role.STATE, seen.rows(step, Role.STATE, phases=[Phase.UPDATE]), "optimizer tensors"),
-        (Role.BUFFER, seen.rows(step, Role.BUFFER, phases=[Phase.UPDATE]), "buffers"),
-    ):
-        bad = {
-            seen.name(int(r)) for r in rows if later[r] and seen.bad[r] and not (role == Role.BUFFER and seen.mark[r])
-        }
-        if bad:
-            parts.append(f"{len(bad)} of {len({seen.name(int(r)) for r in rows})} {what}")
-    return ", ".join(parts)
-
-
 def _gap(seen: Seen, row: int) -> str:
     if is_external(seen, row) or seen.phase[row] == Phase.UPDATE:
         return ""
     call = enclosing(seen, row)
-    unseen = region(seen, row)
+    unseen = suspects.region(seen, row)
     if unseen:
         more = f"{unseen[0]} and {len(unseen) - 1} more" if len(unseen) > 1 else unseen[0]
         return f"Not seen: submodules of {named(call.module if call else None)} ({more}); it may have been born in one."
-    where = f"inside {named(call.module)}" if call else "outside the modules"
-    return f"Not seen: which op {where} made it; a module trace holds no ops."
+    if call is not None:
+        name = named(call.module)
+        hidden = f", nor what forward inside {name} may have hidden" if seen.phase[row] == Phase.BACKWARD else ""
+        return f"Not seen: which op inside {name} made it{hidden}; a module trace holds no ops."
+    unsure = suspects.model_unseen(seen, int(seen.step[row])) or differentiated_before(seen, row)
+    return f"Not seen: which op{'' if unsure else ' outside the modules'} made it; a module trace holds no ops."
 
 
 def as_mapping(seen: Seen, row: int) -> dict[str, Any]:
@@ -237,7 +253,9 @@ def as_mapping(seen: Seen, row: int) -> dict[str, Any]:
 def clean(seen: Seen) -> tuple[str, ...]:
     steps = len(np.unique(seen.step))
     said = f"None of the {len(seen.bad):,} tensors seen in {steps} step{'s' * (steps != 1)} holds a nonfinite value."
-    return (said, "A value that dies inside a module is not seen by a module trace.")
+    dies = "A value that dies inside a module is not seen by a module trace."
+    unseen = len(seen.bad) and any(suspects.model_unseen(seen, int(step)) for step in np.unique(seen.step))
+    return (said, dies, suspects.unseen_words(seen)) if unseen else (said, dies)
 
 
 def expected(seen: Seen) -> tuple[str, ...]:
@@ -247,7 +265,10 @@ def expected(seen: Seen) -> tuple[str, ...]:
         said.append(f"{marks:,} of {len(seen.bad):,} tensors hold -inf only, as masks do.")
     if others:
         names = sorted({seen.name(int(row)) for row in np.flatnonzero(seen.bad & ~seen.mark)[:50]})
-        said.append(f"{others:,} more hold nonfinite values that went nowhere: {', '.join(names[:3])}.")
+        said.append(
+            f"{others:,} {'more ' if marks else ''}hold nonfinite values that show in no later tensor: "
+            f"{', '.join(names[:3])}. Whether code inside a module reads them is not seen."
+        )
     said.append("No loss, gradient, parameter, moment or buffer was harmed by them.")
     return tuple(said)
 
@@ -268,7 +289,7 @@ def poisoned_buffers(seen: Seen, sink: int) -> str:
     return f"GradScaler skipped the update, but not the buffers that forward had written: {listed} stayed nonfinite."
 
 
-def advice(seen: Seen, row: int, stage: Stage, cause: str | None, status: Status) -> tuple[str, ...]:
+def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, status: Status) -> tuple[str, ...]:
     """The next controlled checks, at most three."""
     if is_external(seen, row):
         return advice_for_state(seen, row)
@@ -285,10 +306,14 @@ def advice(seen: Seen, row: int, stage: Stage, cause: str | None, status: Status
         found.append(
             f"The range of the inputs of {name} in float32; {name} in bfloat16 or float32 in place of {dtype}."
         )
+    elif cause == "nonfinite_learning_rate":
+        found.append("Print the learning rate after each scheduler.step(): where does it become nonfinite?")
     elif stage == "optimizer":
         found.append(f"The optimizer's eps and learning rate in {dtype}: eps below the dtype's smallest value is 0.")
     elif stage == "gradients":
         found.append("What runs between backward and optimizer.step: unscale, clip, all-reduce.")
+    if suspects.takes_labels(seen, row):
+        found.append("How many labels count in each batch, (labels != -100).sum(): a mean over none of them is NaN.")
     if call is not None and seen.nan[row] and "Attention" in seen.classes.get(call.module, ""):
         found.append(f"Whether the mask given to {name} hides every key of a sample: softmax over such a row is NaN.")
     found.append("Which op it was: `nantrace bisect FILE.py:step` replays the step down to it.")

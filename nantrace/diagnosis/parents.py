@@ -121,7 +121,7 @@ def misread_marks(seen: Seen) -> frozenset[int]:
             if call is None or not all(seen.mark[p] for p in above):
                 continue
             for read in (p for p in above if p in call.inputs):
-                meant, sources = reads_masks(seen, call, read), _put_in(seen, read)
+                meant, sources = reads_masks(seen, call, read), put_in(seen, read)
                 # Code that hands -inf to a module of unknown kind is nearer to blame than a module that put it out.
                 made_around = all(seen.role[p] == Role.INPUT and not is_external(seen, p) for p in sources)
                 if meant is False or (meant is None and made_around):
@@ -130,7 +130,7 @@ def misread_marks(seen: Seen) -> frozenset[int]:
     return seen.misread[0]
 
 
-def _put_in(seen: Seen, row: int) -> set[int]:
+def put_in(seen: Seen, row: int) -> set[int]:
     """The earliest rows of -inf from which the -inf of `row` came."""
     waiting, found, known = [row], set(), set()
     while waiting:
@@ -248,7 +248,7 @@ def _state(seen: Seen, module: str, row: int) -> list[int]:
 def _read_around(seen: Seen, step: int, owner: str, module: str, name: str) -> bool:
     """Whether `module` may read state of a module below it that is itself never called."""
     called = {call.module for call in seen.calls(step).values()}
-    nearest = next((around for around in _upwards(owner) if around in called), None)
+    nearest = next((around for around in upwards(owner) if around in called), None)
     return nearest == module != owner and _has_gradient(seen, step, name)
 
 
@@ -305,7 +305,7 @@ def _of_gradient(seen: Seen, row: int, phase: Phase) -> tuple[int, ...]:
         return before or tuple(spread)
     owner = seen.site(row).module or ""
     calls = seen.calls(step)
-    for module in _upwards(owner):
+    for module in upwards(owner):
         mine = [call for call in calls.values() if call.module == module]
         if mine:
             found = {r for call in mine for r in _backward_inside(seen, call, row) if r < row}
@@ -320,7 +320,7 @@ def _accumulated_before(seen: Seen, row: int) -> tuple[int, ...]:
     return (before,) if before is not None and seen.bad[before] and seen.step[before] == seen.step[row] else ()
 
 
-def _upwards(module: str) -> Iterable[str]:
+def upwards(module: str) -> Iterable[str]:
     """The module and those around it, innermost first."""
     while module:
         yield module

@@ -74,3 +74,168 @@ def test_a_softmax_over_a_row_that_is_all_masked_is_named_itself() -> None:
     verdict = judged(model, trained(model, torch.randn(8, 4)))
     assert verdict.status == "fault" and verdict.origin is not None
     assert verdict.origin.module == "after"
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator with an optimizer each; a module that only holds others."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.G = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.D = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 1))
+
+
+def penalized(pair: Pair) -> Callable[[], None]:
+    """WGAN-GP: the norm of a gradient that is zero."""
+    optimizers = [torch.optim.Adam(part.parameters(), 0.1) for part in (pair.D, pair.G)]
+    with torch.no_grad():
+        pair.D[0].weight.zero_()
+    real = torch.randn(8, 4)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        fake = pair.G(torch.randn(8, 4))
+        between = (real + fake.detach()).div(2).requires_grad_()
+        (slope,) = torch.autograd.grad(pair.D(between).sum(), between, create_graph=True)
+        penalty = (slope.pow(2).sum(1).sqrt() - 1).pow(2).mean()
+        (pair.D(fake.detach()).mean() - pair.D(real).mean() + penalty).backward()
+        optimizers[0].step()
+        (-pair.D(fake).mean()).backward()
+        optimizers[1].step()
+
+    return step
+
+
+def test_a_gradient_penalty_is_not_blamed_on_the_linear_map_whose_weight_it_reaches_first() -> None:
+    pair = Pair(nn.Identity())
+    verdict = judged(pair, penalized(pair))
+    assert (verdict.status, verdict.stage) == ("fault", "backward")
+    assert verdict.origin is not None
+    assert (verdict.origin.module, verdict.origin.tensor) == (None, "gradient of D.2.weight")
+    assert "D.2 cannot have made it" in said(verdict)
+    assert "Each of the" in verdict.evidence[1] and "tensors seen before it was finite" in verdict.evidence[1]
+
+
+def test_a_gradient_penalty_through_a_nonlinearity_names_no_module() -> None:
+    pair = Pair(nn.Tanh())
+    verdict = judged(pair, penalized(pair))
+    assert (verdict.stage, verdict.origin and verdict.origin.module) == ("backward", None)
+
+
+def test_damage_is_counted_over_the_optimizers_that_take_turns() -> None:
+    pair = Pair(nn.Identity())
+    assert "6 of 8 gradients, 6 of 8 parameters after the update" in said(judged(pair, penalized(pair)))
+
+
+def test_damage_of_two_iterations_of_one_optimizer_is_not_added_up() -> None:
+    model = nn.Linear(4, 1)
+    step = trained(model, torch.full((2, 4), torch.nan))
+    assert "the loss, 1 of 2 gradients, 1 of 2 parameters after the update." in said(
+        judged(model, lambda: (step(), step()))
+    )
+
+
+def test_a_penalty_on_a_weight_is_not_blamed_on_the_linear_map_that_owns_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].bias.zero_()
+    batch = torch.randn(8, 4)
+    step = trained(model, batch, lambda y: y.mean() + model[0].bias.pow(2).sum().sqrt())
+    verdict = judged(model, step)
+    assert (verdict.status, verdict.stage) == ("fault", "backward")
+    assert verdict.origin is not None
+    assert (verdict.origin.module, verdict.origin.tensor) == (None, "gradient of 0.bias")
+
+
+class ReadsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        out: Tensor = self.b(h) + torch.sqrt(h - h.detach())
+        return out
+
+
+def test_a_tensor_that_a_linear_map_and_the_code_around_it_read_is_the_code_around_its_affair() -> None:
+    model = ReadsTwice()
+    verdict = judged(model, trained(model, torch.randn(8, 4)))
+    assert verdict.stage == "backward" and verdict.origin is not None
+    assert verdict.origin.module == ""
+
+
+class Scored(nn.Module):
+    """Computes its loss itself, after its last submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.unused, self.head = nn.Dropout(0.1), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.blocks[0](x)), labels)
+
+
+def scored(model: Scored, labels: Tensor, **options: Any) -> Verdict:
+    x = torch.randn(len(labels), 4)
+    return judged(model, lambda: model(x, labels).backward(), **options)
+
+
+def test_a_loss_over_labels_that_are_all_ignored_is_the_models_own_code_after_its_last_submodule() -> None:
+    verdict = scored(Scored(), torch.full((8,), -100))
+    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "forward", "nothing_to_average")
+    assert verdict.origin is not None and verdict.origin.module == ""
+    assert verdict.region == ()
+    assert "code after head made it" in said(verdict)
+    assert "Each of the 8 values of (model) args[1] is -100" in said(verdict)
+    assert "(labels != -100).sum()" in verdict.advice[0]
+
+
+def test_only_modules_that_were_left_out_within_the_culprits_own_code_are_under_suspicion() -> None:
+    labels = torch.full((8,), -100)
+    assert scored(Scored(), labels, modules=["", "head"]).region == ("blocks.0", "unused")
+    assert scored(Scored(), labels, depth=1).region == ("blocks.0",)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), Around(log_of_relu, nn.Identity()))
+    verdict = judged(model, trained(model, torch.randn(8, 4)), depth=1)
+    assert verdict.origin is not None and verdict.origin.module == "1"
+    assert verdict.region == ("1.before", "1.after")
+
+
+def test_a_model_whose_forward_was_called_past_its_hooks_makes_no_claim_of_the_loss() -> None:
+    model = Around(lambda x: x, nn.Linear(4, 1))
+    batch = torch.randn(8, 4)
+    verdict = judged(model, lambda: torch.log(model.forward(batch) * 0).mean().backward())
+    assert (verdict.status, verdict.stage) == ("fault", None)
+    assert verdict.origin is not None and verdict.origin.module is None
+    assert "No call of the model itself was seen" in said(verdict)
+    assert "outside the modules" not in said(verdict)
+
+
+def test_what_reaches_a_submodule_of_a_model_that_was_called_past_its_hooks_has_no_stage() -> None:
+    model = Around(log_of_relu, nn.BatchNorm1d(4))
+    batch = torch.randn(8, 4)
+    verdict = judged(model, lambda: model.forward(batch).mean().backward())
+    assert (verdict.status, verdict.stage) == ("fault", None)
+    assert verdict.origin is not None
+    assert (verdict.origin.module, verdict.origin.tensor) == (None, "after args[0]")
+
+
+def test_a_holder_of_modules_is_never_called_and_its_loss_is_a_loss() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 1)})
+    verdict = judged(model, lambda: torch.log(model["a"](torch.randn(8, 4)) * 0).mean().backward())
+    assert (verdict.status, verdict.stage) == ("fault", "loss")
+
+
+def test_a_clean_trace_without_a_call_of_the_model_says_so() -> None:
+    model = Around(lambda x: x, nn.Linear(4, 1))
+    verdict = judged(model, lambda: torch.log(model.forward(torch.randn(8, 4)) * 0))
+    assert verdict.status == "clean"
+    assert "No call of the model itself was seen" in said(verdict)
+
+
+def test_where_an_infinity_became_nan_stands_beside_where_it_was_born() -> None:
+    model = Around(log_of_relu, nn.BatchNorm1d(4))
+    verdict = judged(model, trained(model, torch.randn(8, 4)))
+    assert [origin.module for origin in verdict.also] == ["after"]
