@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 #: Multiplication sign, ellipsis, arrow, minus, dashes and comparisons by their spelling.
 _ASCII = {
@@ -51,15 +51,48 @@ def _columns(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
 
 
-def shorten(text: str, width: int, ascii_only: bool = False) -> str:
+def shorten(text: str, width: int, ascii_only: bool = False, head_share: float = 1 / 3) -> str:
     """`text` in at most `width` columns, cut in the middle: both ends of a module's name tell something."""
     if columns(text) <= width:
         return text
     dots = "..." if ascii_only else "…"
     room = max(width - columns(dots), 0)
-    head = _take(text, room // 3)
+    head = _take(text, int(room * head_share))
     tail = _take(text[::-1], room - columns(head))[::-1]
     return _take(head + dots + tail, width)
+
+
+def shorten_all(texts: Sequence[str], width: int, ascii_only: bool = False) -> list[str]:
+    """Each of `texts` in at most `width` columns, cut where different ones stay different, if there is such a place."""
+    best: list[str] = []
+    for cut in _cuts(texts, width, ascii_only):
+        if len(set(cut)) > len(set(best)):
+            best = cut
+        if len(set(cut)) == len(set(texts)):
+            break
+    return best
+
+
+def _cuts(texts: Sequence[str], width: int, ascii_only: bool) -> Iterator[list[str]]:
+    """Ways to cut: in the middle, both sides of where the long ones begin to differ, at the end, at the beginning."""
+    yield [shorten(text, width, ascii_only) for text in texts]
+    dots = "..." if ascii_only else "\u2026"
+    long = [text for text in texts if columns(text) > width]
+    same = _same_beginning(long)
+    start = same.rfind(".", 0, max(same.rfind("."), 0)) + 1  # with the last part of a dotted name that they share
+    if start > len(dots):
+        rest = [dots + text[start:] if text in long else text for text in texts]
+        yield [shorten(text, width, ascii_only, 1.0) for text in rest]
+    yield [shorten(text, width, ascii_only, 0.0) for text in texts]
+    yield [shorten(text, width, ascii_only, 1.0) for text in texts]
+
+
+def _same_beginning(texts: Sequence[str]) -> str:
+    if not texts:
+        return ""
+    first, last = min(texts), max(texts)
+    length = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
 
 
 def _take(text: str, width: int) -> str:
@@ -93,19 +126,35 @@ def wrap(text: str, width: int, indent: int = 0, first: str | None = None) -> li
 
 
 def table(
-    rows: Sequence[Sequence[str]], right: Sequence[bool], width: int, shrink: Sequence[int], ascii_only: bool
+    rows: Sequence[Sequence[str]],
+    right: Sequence[bool],
+    width: int,
+    shrink: Sequence[int],
+    ascii_only: bool,
+    drop: Sequence[int] = (),
 ) -> list[str]:
-    """Rows of cells as lines of aligned columns. Where `width` is not enough, columns `shrink` give way in turn."""
-    widths = [max(columns(row[number]) for row in rows) for number in range(len(right))]
+    """Rows of cells as lines of aligned columns. Where `width` is not enough, columns `shrink` give way in turn.
+
+    Where that is not enough either, columns `drop` are left out one after the other. So are columns without content.
+    """
+    natural = [max(columns(row[number]) for row in rows) for number in range(len(right))]
+    kept = [number for number, widest in enumerate(natural) if widest or not number]
+    for number in (number for number in drop if number in kept):
+        if _excess([min(natural[n], _NARROWEST) if n in shrink else natural[n] for n in kept], width) > 0:
+            kept.remove(number)
+    widths = {number: natural[number] for number in kept}
     for number in shrink:
-        excess = sum(widths) + 2 * (len(widths) - 1) - width
-        if excess > 0:
+        excess = _excess(list(widths.values()), width)
+        if number in widths and excess > 0:
             widths[number] = max(widths[number] - excess, min(widths[number], _NARROWEST))
+    cells = {n: shorten_all([row[n] for row in rows], widths[n], ascii_only) for n in kept}
     lines = []
-    for row in rows:
-        cells = [
-            pad(shorten(cell, widths[number], ascii_only), widths[number], right[number])
-            for number, cell in enumerate(row)
-        ]
-        lines.append(shorten("  ".join(cells).rstrip(), width, ascii_only))
+    for place in range(len(rows)):
+        line = "  ".join(pad(cells[n][place], widths[n], right[n]) for n in kept)
+        lines.append(shorten(line.rstrip(), width, ascii_only))
     return lines
+
+
+def _excess(widths: Sequence[int], width: int) -> int:
+    """How many columns a table with gaps of two is too wide."""
+    return sum(widths) + 2 * (len(widths) - 1) - width

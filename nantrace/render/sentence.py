@@ -17,10 +17,10 @@ def sentence(verdict: Verdict, path: str | None = None) -> str:
     """
     where = "print(nantrace.report(tracer.trace))" if path is None else f"nantrace report {shlex.quote(path)}"
     found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict.origin)}"
-    cause = f", {verdict.cause.replace('_', ' ')}" if verdict.cause else ""
-    stage = f" ({verdict.stage}{cause})" if verdict.stage else ""
+    stage = verdict.stage if verdict.origin is None or verdict.stage != verdict.origin.phase else None  # said already
+    why = ", ".join(word for word in (stage, (verdict.cause or "").replace("_", " ")) if word)
     step = f"step {verdict.origin.step}: " if verdict.origin is not None and verdict.origin.step else ""
-    return harmless(f"{step}{found}{stage}. See: {where}")
+    return harmless(f"{step}{found}{f' ({why})' if why else ''}. See: {where}")
 
 
 def _tensor(origin: Origin) -> str:

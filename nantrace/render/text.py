@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,11 +12,12 @@ from nantrace.render.cells import columns, harmless, shorten, table, wrap
 from nantrace.render.wording import (
     evidence,
     facts_of,
-    header,
+    header_words,
     headline,
     module_of,
     place_of,
     place_words,
+    plural,
     rows_of_path,
     way_of,
 )
@@ -25,6 +25,14 @@ from nantrace.render.wording import (
 _STYLES = {"fault": "1;31", "contained": "1;33", "inconclusive": "1;33", "not_reproduced": "1;33"}
 _AROUND = 3  # rows of the table on each side of the culprit
 _ADVICE = "Check next: "
+_READABLE = 100  # columns of a sentence on a wider page
+_BISECT = "nantrace bisect FILE.py:step"
+_HOW = "Which op made it, on which line: let step() in FILE.py return nantrace.Step(run, model, batch), then bisect it."
+
+#: The table of rows: which columns stand at the right, which give way where the page is narrow, which are left out.
+_HEAD = ("", "step", "#", "module", "phase", "role", "dtype", "absmax", "nan", "inf")
+_RIGHT = (False, True, True, False, False, False, False, True, True, True)
+_SHRINK, _DROP = (3, 5, 4), (6, 4, 1, 7)
 
 
 def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool = False, ascii: bool = False) -> str:
@@ -43,7 +51,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
     """
     page = _Page(max(width, 40), colour, ascii)
     if trace is not None:
-        page.line(header(trace))
+        page.words(header_words(trace))
         page.gap()
     if verdict.origin is not None:
         _first_nonfinite(page, verdict, verdict.origin)
@@ -54,11 +62,11 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
     if way:
         page.paragraph(f"Way: {way}.", indent=4)
     if verdict.replays:
-        page.paragraph(f"{verdict.replays} replay{'s' * (verdict.replays != 1)}.", indent=4)
+        page.paragraph(f"{plural(verdict.replays, 'replay')}.", indent=4)
     for other in verdict.also:
         page.paragraph(f"Also: {place_of(other)}.", indent=4)
     if verdict.region:
-        page.paragraph(f"Left under suspicion: {', '.join(verdict.region)}.", indent=4)
+        page.paragraph(f"Left under suspicion: {', '.join(verdict.region)}.", indent=4, whole=True)
     if trace is not None:
         _rows(page, trace, verdict)
     _what_next(page, trace, verdict)
@@ -72,11 +80,15 @@ class _Page:
         self.width, self.colour, self.ascii = width, colour, ascii_only
         self.lines: list[str] = []
 
-    def line(self, content: str, style: str | None = None) -> None:
-        self._put(shorten(harmless(content, self.ascii), self.width, self.ascii), style)
-
-    def paragraph(self, content: str, indent: int = 0, first: str | None = None, style: str | None = None) -> None:
-        for line in wrap(harmless(content, self.ascii), self.width, indent, first):
+    def paragraph(
+        self, content: str, indent: int = 0, first: str | None = None, style: str | None = None, whole: bool = False
+    ) -> None:
+        """A sentence; names that would fill a line are cut in the middle, unless they have to be `whole`."""
+        clean = harmless(content, self.ascii)
+        longest = 3 * min(self.width, _READABLE) // 4
+        if not whole:
+            clean = " ".join(shorten(word, longest, self.ascii) for word in clean.split(" "))
+        for line in wrap(clean, min(self.width, _READABLE), indent, first):
             self._put(line, style)
 
     def words(self, parts: Sequence[str], style: str | None = None) -> None:
@@ -100,12 +112,10 @@ class _Page:
         if self.lines and self.lines[-1]:
             self.lines.append("")
 
-    def columns(
-        self, rows: Sequence[Sequence[str]], right: Sequence[bool], shrink: Sequence[int], marked: int | None
-    ) -> None:
-        """A table whose first row is its head; row `marked` is the culprit."""
+    def table(self, rows: Sequence[Sequence[str]], marked: int) -> None:
+        """Rows under their head; row `marked` is the culprit."""
         clean = [[harmless(cell, self.ascii) for cell in row] for row in rows]
-        for number, line in enumerate(table(clean, right, self.width, shrink, self.ascii)):
+        for number, line in enumerate(table(clean, _RIGHT, self.width, _SHRINK, self.ascii, _DROP)):
             self._put(line, "1;31" if number == marked else None)
 
     def _put(self, line: str, style: str | None) -> None:
@@ -113,7 +123,7 @@ class _Page:
 
 
 def _first_nonfinite(page: _Page, verdict: Verdict, origin: Origin) -> None:
-    page.words(["FIRST NONFINITE", *place_words(origin)], style="1")
+    page.words(["FIRST NONFINITE", *place_words(origin, verdict.stage)], style="1")
     for sentence in facts_of(origin):
         page.paragraph(sentence, indent=4)
     page.gap()
@@ -125,12 +135,19 @@ def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
     if not path:
         return
     culprit = path[0]
-    shown = sorted({*_neighbours(trace, culprit), *path[:_AROUND]})
+    shown = sorted({*_earlier(trace, culprit), *_neighbours(trace, culprit), *path[:_AROUND]})
     page.gap()
-    head = ["", "#", "module", "phase", "role", "dtype", "absmax", "nan", "inf"]
-    body = [_cells(trace, row, row == culprit) for row in shown]
-    right = [False, True, False, False, False, False, True, True, True]
-    page.columns([head, *body], right, (2, 4, 3), 1 + shown.index(culprit))
+    rows = [list(_HEAD), *(_cells(trace, row, row == culprit) for row in shown)]
+    if len({row[1] for row in rows[1:]}) == 1:  # one step: it is said above
+        rows = [[row[0], "", *row[2:]] for row in rows]
+    page.table(rows, 1 + shown.index(culprit))
+
+
+def _earlier(trace: Trace, culprit: int) -> list[int]:
+    """The latest row of the same site in an earlier step: how large it was when all was well."""
+    earlier = trace.events[:culprit]
+    same = (earlier["site"] == trace.events["site"][culprit]) & (earlier["step"] < trace.events["step"][culprit])
+    return [int(row) for row in np.flatnonzero(same)[-1:]]
 
 
 def _neighbours(trace: Trace, culprit: int) -> Iterable[int]:
@@ -157,6 +174,7 @@ def _cells(trace: Trace, row: int, culprit: bool) -> list[str]:
     nan = f"{int(event['nan']):,}" if event["nan"] else "."
     return [
         ">" if culprit else "",
+        f"{int(event['step'])}",
         f"{int(event['seq'])}",
         module_of(site),
         site.phase.label,
@@ -169,30 +187,34 @@ def _cells(trace: Trace, row: int, culprit: bool) -> list[str]:
 
 
 def _part(site: Site) -> str:
-    """What of a slot its role does not say: "output[0].logits" is "[0].logits"."""
+    """What of a slot its role does not say: "output[0].logits" is "[0].logits", "kwargs.mask" stays, apart."""
     if site.role in (Role.PARAM, Role.BUFFER, Role.GRAD, Role.STATE, Role.LOSS) or site.module is None:
         return ""
-    return site.slot.removeprefix("output").removeprefix("args")[:16]
+    rest = site.slot.removeprefix("output").removeprefix("args")
+    return rest if rest.startswith(("[", ".")) or not rest else f" {rest}"
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
-    if verdict.advice:
-        page.gap()
-    for number, sentence in enumerate(verdict.advice):
-        page.paragraph(sentence, indent=len(_ADVICE), first=_ADVICE if number == 0 else None)
     command = next_command(trace, verdict)
-    if command:
+    advice = [sentence for sentence in verdict.advice if command is None or f"`{command}`" not in sentence]
+    if command == _BISECT:
+        advice.append(_HOW)
+    if advice:
+        page.gap()
+    for number, sentence in enumerate(advice):
+        page.paragraph(sentence, indent=len(_ADVICE), first=_ADVICE if number == 0 else None)
+    if command is not None:
         page.command(command)
 
 
 def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
-    """The command to type next; None where nothing is left to find."""
-    if verdict.status in ("clean", "expected"):
-        return None
+    """The command to type after a trace was judged; None where none would tell more.
+
+    A verdict of replays has no command here: who ran them knows with what.
+    """
     origin = verdict.origin
-    named = verdict.stage in ("input", "state")  # a tensor that was bad from the start needs no search
-    if origin is not None and origin.op is None and verdict.replays == 0 and not named:
-        return "nantrace bisect FILE.py:step"
-    if trace is not None and trace.path:
-        return f"nantrace report {shlex.quote(trace.path)} -o report.html"
-    return None
+    if trace is None or origin is None or verdict.status not in ("fault", "contained", "inconclusive"):
+        return None
+    if verdict.stage in ("input", "state"):  # a tensor that was bad from the start needs no search
+        return None
+    return _BISECT if origin.op is None else f"{_BISECT} --reproducer reproducer"

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from nantrace.diagnosis.causes.wording import counts, put_out, read
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Role, Site, TensorStats, Trace
 from nantrace.lineage import Operand
@@ -47,20 +46,26 @@ def evidence(verdict: Verdict) -> list[str]:
 
 def header(trace: Trace) -> str:
     """Where the trace came from, with what, and how much it holds."""
+    return "   ".join(header_words(trace))
+
+
+def header_words(trace: Trace) -> list[str]:
+    """The same, a phrase each."""
     meta = trace.meta
     steps = len(trace.steps) or (len(np.unique(trace.events["step"])) if len(trace) else 0)
     parts = [f"torch {meta['torch']}" if "torch" in meta else "", str(meta.get("device", ""))]
-    parts += [f"{steps:,} step{'s' * (steps != 1)}", f"{len(trace):,} events"]
+    parts += [plural(steps, "step"), plural(len(trace), "event")]
     parts.append("complete" if trace.complete else "incomplete: the writer did not close it")
-    return f"{trace.path or 'trace in memory'}   {', '.join(part for part in parts if part)}"
+    return [trace.path or "trace in memory", ", ".join(part for part in parts if part)]
 
 
-def place_words(origin: Origin) -> list[str]:
+def place_words(origin: Origin, stage: str | None = None) -> list[str]:
     """When, in which module, which op or tensor, of what dtype and shape: a phrase each."""
     words = [f"step {origin.step}"] if origin.step and not origin.op else []
     if origin.step and origin.op:  # counted as the sentences about a replayed step count
         words.append(f"iteration {origin.step + 1}")
-    given = origin.phase is None and not origin.op  # the tensor was so before anybody computed with it
+    # The tensor was so before anybody computed with it.
+    given = not origin.op and (origin.phase is None or stage in ("input", "state"))
     words.append("before the step" if given else origin.phase or "unknown phase")
     if origin.module is not None and not (given and origin.tensor):
         words.append(origin.module or "(model)")
@@ -106,7 +111,7 @@ def facts_of(origin: Origin) -> list[str]:
     for operand in origin.inputs[:_OPERANDS]:
         facts.append(_operand(operand))
     if len(origin.inputs) > _OPERANDS:
-        facts.append(f"and {len(origin.inputs) - _OPERANDS} more inputs")
+        facts.append(f"and {plural(len(origin.inputs) - _OPERANDS, 'more input')}")
     return facts
 
 
@@ -126,7 +131,7 @@ def _operand(operand: Any) -> str:
     kinds = [(_field(operand, "nan"), "nan"), (_field(operand, "posinf"), "+inf"), (_field(operand, "neginf"), "-inf")]
     bad = "".join(f", {count:,} {what}" for count, what in kinds if count)
     zero = _field(operand, "zero")
-    zeros = f", {zero:,} zero{'s' * (zero != 1)}" if zero and span != "all 0" and span != "0" else ""
+    zeros = f", {plural(zero, 'zero')}" if zero and span != "all 0" and span != "0" else ""
     return f"read {name}: {_field(operand, 'dtype')} {list(_field(operand, 'shape') or ())}, {span}{zeros}{bad}"
 
 
@@ -141,8 +146,10 @@ def _span(low: float | None, high: float | None, shape: Any) -> str:
 
 def told_by_numbers(origin: Origin | None) -> set[str]:
     """Sentences of the evidence that the statistics of the first nonfinite tensor show already."""
-    if origin is None:
+    if origin is None or origin.op is None:  # only what replays an op says these
         return set()
+    from nantrace.diagnosis.causes.wording import counts, put_out, read  # brings all causes with it
+
     told = {read(operand) for operand in origin.inputs[:_OPERANDS] if isinstance(operand, Operand)}
     output = origin.output
     if isinstance(output, TensorStats):
@@ -201,6 +208,10 @@ def module_of(site: Site) -> str:
     if site.role in (Role.PARAM, Role.BUFFER, Role.GRAD, Role.STATE) or site.module is None:
         return site.tensor
     return site.module or "(model)"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def _field(value: Any, name: str) -> Any:

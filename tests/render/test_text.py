@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import TensorStats, Trace
+from nantrace.events import Phase, Role, TensorStats, Trace
 from nantrace.lineage import Operand
-from nantrace.render.cells import columns, harmless, pad, shorten, wrap
+from nantrace.render.cells import columns, harmless, pad, shorten, shorten_all, wrap
 from nantrace.render.overview import overview
 from nantrace.render.sentence import sentence
-from nantrace.render.text import text
-from tests.diagnosis.written import NAN, POSINF, Written
+from nantrace.render.text import next_command, text
+from tests.diagnosis.written import FINITE, NAN, POSINF, Written
 
 
 def overflow(module: str = "block.1.ff.wo") -> Trace:
@@ -233,13 +233,15 @@ def test_what_is_left_under_suspicion_is_listed() -> None:
 
 
 def test_an_incomplete_trace_is_called_so() -> None:
-    assert "incomplete" in report(dataclasses.replace(overflow(), complete=False)).split("\n")[0]
+    lines = report(dataclasses.replace(overflow(), complete=False)).split("\n")
+    assert lines[0] == "step.h5"  # what does not fit beside the path stands below it, whole
+    assert lines[1].endswith("1 step, 9 events, incomplete: the writer did not close it")
 
 
 def test_the_warning_names_tensor_shape_count_and_command() -> None:
     said = sentence(diagnose(overflow()), "my step.h5")
     assert said == (
-        "first nonfinite tensor: forward, block.1.ff.wo output, float16 [2, 4], 5 inf (forward, overflow). "
+        "first nonfinite tensor: forward, block.1.ff.wo output, float16 [2, 4], 5 inf (overflow). "
         "See: nantrace report 'my step.h5'"
     )
     assert sentence(diagnose(overflow())).endswith("See: print(nantrace.report(tracer.trace))")
@@ -254,3 +256,115 @@ def test_the_overview_says_what_is_covered_and_what_was_skipped() -> None:
     assert re.search(r"0\s+0\s+nan\s+0\.1, 0\.01\s+\.\s+skipped", shown)
     assert "no gradient came: a" in shown
     assert shown.endswith("Next: nantrace report 'a b.h5'")
+
+
+def test_the_warning_says_a_stage_only_where_the_phase_does_not() -> None:
+    origin = Origin(phase="forward", tensor="head.bias", dtype="float32")
+    assert "(state, bad param)" in sentence(Verdict("fault", "state", "bad_param", origin))
+    assert "(" not in sentence(Verdict("fault", "forward", None, origin)).partition(" See:")[0]
+
+
+def deep() -> Trace:
+    written = Written()
+    with written.call("", made=NAN):
+        for layer in range(8, 13):
+            bad = NAN if layer >= 11 else FINITE
+            name = f"model.encoder.{'a_wide_wrapper.' * 9}layers.{layer}.attention.output.dense"
+            written.run(name, given=NAN if layer > 11 else FINITE, made=bad)
+    written.loss(nan=1)
+    return written.trace()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_long_names_that_differ_in_the_middle_stay_different_in_the_table(width: int) -> None:
+    rows = [line for line in report(deep(), width=width).split("\n") if re.search(r" output .*[.1]$", line)]
+    names = [re.sub(r"^>", " ", row).split()[1] for row in rows]
+    assert len(names) >= 4
+    assert len(set(names)) == len(names)
+
+
+def test_a_long_name_is_whole_where_it_is_first_said_and_cut_in_the_middle_elsewhere() -> None:
+    full = f"model.encoder.{'a_wide_wrapper.' * 9}layers.11.attention.output.dense"
+    shown = report(deep())
+    assert shown.replace("\n    ", "").count(full) == 1
+    assert re.search(r"Inputs and weights of\s+model\.enc\S*\u2026\S*layers\.11\.attention\.output\.dense\s+are", shown)
+
+
+def test_columns_are_cut_where_different_texts_differ() -> None:
+    names = [f"{'a.' * 20}layers.{n}.{'b.' * 20}end" for n in range(12)]
+    for width in (16, 24, 60):
+        cut = shorten_all(names, width)
+        assert len(set(cut)) == 12 and all(columns(text) <= width for text in cut)
+    assert shorten_all(["same" * 9, "same" * 9, "x"], 8)[2] == "x"
+
+
+def test_a_keyword_argument_stands_apart_from_its_role() -> None:
+    written = Written()
+    call = next(written.calls)
+    written.row("emb", Phase.FORWARD, Role.INPUT, "kwargs.input_ids", call, **NAN)
+    written.row("emb", Phase.FORWARD, Role.OUTPUT, "output[0].hidden", call, **NAN)
+    written.loss(nan=1)
+    shown = report(written.trace())
+    assert "input kwargs.input_ids" in shown and "output[0].hidden" in shown
+
+
+def test_a_narrow_table_leaves_columns_out_and_keeps_its_numbers() -> None:
+    rows = [line.split() for line in report(overflow(), width=40).split("\n") if line.startswith((">", "   "))]
+    assert ["#", "module", "role", "nan", "inf"] in rows
+    assert [">", "6", "block.1.ff.wo", "output", ".", "5"] in rows
+
+
+def test_sentences_on_a_wide_page_stay_readable_and_the_table_uses_it() -> None:
+    lines = report(deep(), width=220).split("\n")
+    table = lines[next(n for n, line in enumerate(lines) if line.endswith("inf")) :]
+    assert max(map(columns, table)) > 180
+    sentences = [line for line in lines if line not in table and "   " not in line.strip()]
+    assert len(sentences) > 5
+    assert all(columns(line) <= 100 for line in sentences if "model.encoder" not in line)
+
+
+def test_a_culprit_of_a_later_step_stands_beside_its_row_of_the_step_before() -> None:
+    written = Written()
+    for bad, size in ((FINITE, 3.0), (FINITE, 700.0), (NAN, 1.0)):
+        with written.call("", made=bad):
+            written.run("head", made={**bad, "size": size})
+        written.loss(**bad)
+        written.end()
+    shown = report(written.trace())
+    assert "FIRST NONFINITE   step 2   forward   head" in shown
+    assert re.search(r"\n +1 +8 +head +forward +output +float32 +7\.00e\+02", shown)
+    assert re.search(r"\n> +2 +13 +head", shown)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "command"),
+    [
+        (Verdict("fault", "forward", origin=Origin(module="a")), "nantrace bisect FILE.py:step"),
+        (Verdict("contained", "forward", origin=Origin(module="a")), "nantrace bisect FILE.py:step"),
+        (
+            Verdict("fault", "forward", origin=Origin(module="a", op="aten.log")),
+            "nantrace bisect FILE.py:step --reproducer reproducer",
+        ),
+        (Verdict("fault", "state", origin=Origin(tensor="head.bias")), None),
+        (Verdict("fault", "input", origin=Origin(tensor="batch.wav")), None),
+        (Verdict("clean"), None),
+        (Verdict("expected"), None),
+    ],
+)
+def test_the_next_command_of_a_trace_is_the_one_that_tells_more(verdict: Verdict, command: str | None) -> None:
+    assert next_command(overflow(), verdict) == command
+    assert next_command(None, verdict) is None  # the caller of bisect knows with what it was called
+
+
+def test_how_to_bisect_is_told_once() -> None:
+    shown = " ".join(report(overflow()).split())
+    assert shown.count("nantrace bisect FILE.py:step") == 1
+    assert "let step() in FILE.py return nantrace.Step(run, model, batch)" in shown
+
+
+def test_a_tensor_that_a_trace_found_bad_before_the_step_has_no_phase_either() -> None:
+    written = Written()
+    written.param("head.bias", nan=1)
+    written.run("head", made=NAN)
+    written.loss(nan=1)
+    assert "FIRST NONFINITE   before the step   head.bias   float32 [2, 4]" in report(written.trace())
