@@ -55,7 +55,8 @@ def header_words(trace: Trace) -> list[str]:
     steps = len(trace.steps) or (len(np.unique(trace.events["step"])) if len(trace) else 0)
     parts = [f"torch {meta['torch']}" if "torch" in meta else "", str(meta.get("device", ""))]
     parts += [plural(steps, "step"), plural(len(trace), "event")]
-    parts.append("complete" if trace.complete else "incomplete: the writer did not close it")
+    ended = f"ended by {trace.raised.error}" if trace.raised else "complete"
+    parts.append(ended if trace.complete else "incomplete: the writer did not close it")
     return [trace.path or "trace in memory", ", ".join(part for part in parts if part)]
 
 
