@@ -32,7 +32,7 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
     bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
     facts = [
         ("trace", trace.path or "in memory"),
-        ("state", "complete" if trace.complete else "incomplete: the writer did not close it"),
+        ("state", _state(trace)),
         ("steps", f"{len(trace.steps):,}"),
         ("events", f"{len(trace):,}, {int(bad.sum()):,} of them nonfinite"),
         ("sites", f"{len(trace.sites):,} in {len({site.module for site in trace.sites if site.module}):,} modules"),
@@ -41,6 +41,15 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
     ]
     facts += [(key, str(value)) for key, value in sorted(trace.meta.items()) if isinstance(value, (str, int, float))]
     return facts
+
+
+def _state(trace: Trace) -> str:
+    if not trace.complete:
+        return "incomplete: the writer did not close it"
+    if trace.raised is None:
+        return "complete"
+    where = "between two steps" if trace.raised.step is None else f"in step {trace.raised.step}"
+    return f"ended by {trace.raised.error} {where}: {trace.raised.message}"
 
 
 def _steps(trace: Trace, width: int, ascii_only: bool) -> list[str]:
