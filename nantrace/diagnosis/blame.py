@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nantrace.diagnosis import harmless
 from nantrace.diagnosis.causes import explain
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
@@ -97,7 +98,8 @@ class _Case:
         if absorbed is not None:
             self.evidence.append("Arithmetic turned it into finite values: what it scales is silenced or stuck.")
             return self._say("contained", "state", absorbed)
-        return Finding(Verdict("expected" if self.lineage.events else "clean", evidence=tuple(self.lineage.notes)))
+        status: Status = "expected" if self.lineage.events else "clean"
+        return Finding(Verdict(status, evidence=(*harmless.told(self.lineage), *self.lineage.notes)))
 
     # ------------------------------------------------------------------------------------------------ fault
     def _fault(self) -> Finding:

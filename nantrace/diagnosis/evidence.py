@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nantrace.diagnosis import growth, suspects
 from nantrace.diagnosis.backward import differentiated_before, made_elsewhere
@@ -259,18 +260,28 @@ def clean(seen: Seen) -> tuple[str, ...]:
 
 
 def expected(seen: Seen) -> tuple[str, ...]:
-    marks, others = int(seen.mark.sum()), int((seen.bad & ~seen.mark).sum())
+    marks, others = np.flatnonzero(seen.mark), np.flatnonzero(seen.bad & ~seen.mark)
     said = []
-    if marks:
-        said.append(f"{marks:,} of {len(seen.bad):,} tensors hold -inf only, as masks do.")
-    if others:
-        names = sorted({seen.name(int(row)) for row in np.flatnonzero(seen.bad & ~seen.mark)[:50]})
+    if marks.size:
+        hold = "holds" if marks.size == 1 else "hold"
+        which = _names(seen, marks)
+        said.append(f"{marks.size:,} of {len(seen.bad):,} tensors {hold} -inf only, as masks do: {which}.")
+    if others.size:
+        hold = "holds" if others.size == 1 else "hold"
+        more = "more " if marks.size else f"of {len(seen.bad):,} tensors "
         said.append(
-            f"{others:,} {'more ' if marks else ''}hold nonfinite values that show in no later tensor: "
-            f"{', '.join(names[:3])}. Whether code inside a module reads them is not seen."
+            f"{others.size:,} {more}{hold} nonfinite values that show in no later tensor: {_names(seen, others)}. "
+            f"Whether code inside a module reads them is not seen."
         )
     said.append("No loss, gradient, parameter, moment or buffer was harmed by them.")
     return tuple(said)
+
+
+def _names(seen: Seen, rows: npt.NDArray[np.int64]) -> str:
+    """The first few tensors of these rows, each once."""
+    names = list(dict.fromkeys(tensor_of(seen, int(row)) for row in rows[:200]))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def absorbed(seen: Seen, row: int) -> tuple[str, ...]:
