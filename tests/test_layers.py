@@ -20,6 +20,7 @@ OWNERS = {
     "h5py": ("store/",),
     "triton": ("stats/fused.py",),
     "click": ("cli.py",),
+    "matplotlib": ("render/plot/",),
 }
 #: Parts of nantrace that a part never imports.
 FORBIDDEN = {
@@ -87,6 +88,7 @@ def test_every_module_keeps_to_its_layer(part: str) -> None:
         ("render/text.py", "import h5py"),
         ("store/reader.py", "import triton.language as tl"),
         ("events.py", "import click"),
+        ("render/svg/ranges.py", "def f():\n    import matplotlib"),
         ("replay/search.py", "import torch"),
         ("capture/tracer.py", "from nantrace.diagnosis.blame import blame"),
         ("flow/recorder.py", "from nantrace import render"),
