@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
+from nantrace.diagnosis.difference import Difference, compare
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.report import Report
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from nantrace.capture.tracer import Tracer
     from nantrace.replay.step import Step
 
-__all__ = ["bisect", "diagnose", "load", "report", "trace"]
+__all__ = ["bisect", "diagnose", "diff", "load", "report", "trace"]
 
 
 def trace(
@@ -175,6 +176,33 @@ def report(trace_or_verdict: Trace | Verdict) -> Report:
         return Report(diagnose(trace_or_verdict), trace_or_verdict)
     kind = type(trace_or_verdict).__name__
     raise TypeError(f"report got a {kind}: pass a Trace (nantrace.load(path), tracer.trace) or a Verdict.")
+
+
+def diff(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None = None) -> Difference:
+    """Say what two traces of the same step differ in: nonfinite values first, then ranges.
+
+    The same step eager and compiled, in float16 and in float32, on two ranks, before and after a change. Statistics are
+    compared, not elements.
+
+    Args:
+        a: the reference.
+        b: the other.
+        rtol, atol: an end of a range may move by `atol + rtol * (largest magnitude in a)`; None allows what rounding
+            in the coarsest dtype of both traces explains.
+
+    Raises:
+        TypeError: something else than traces was given.
+        ValueError: a tolerance is negative or NaN.
+
+    Example:
+        >>> difference = nantrace.diff(nantrace.load("float32.h5"), nantrace.load("float16.h5"))
+        >>> print(difference)
+    """
+    for given in (a, b):
+        if not isinstance(given, Trace):
+            kind = type(given).__name__
+            raise TypeError(f"diff got a {kind}: pass two Traces (nantrace.load(path), tracer.trace).")
+    return compare(a, b, rtol=rtol, atol=atol)
 
 
 def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str]) -> Any:

@@ -1,7 +1,8 @@
-"""The command line: `nantrace report`, `nantrace info`, `nantrace bisect`. Knows the commands and their options.
+"""The command line: `nantrace report`, `info`, `diff`, `bisect`. Knows the commands and their options.
 
-Exit codes: 0 done; 1 with `--exit-code` and a fault; 2 usage; 3 a `NantraceError`, output that cannot be written, or
-a file or step of the user's that raised or left before anything was found; 130 interrupted. Progress goes to stderr.
+Exit codes: 0 done; 1 with `--exit-code` and a fault (of `diff`, a difference); 2 usage; 3 a `NantraceError`, output
+that cannot be written, or a file or step of the user's that raised or left before anything was found; 130 interrupted.
+Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -59,6 +60,38 @@ def info(trace: str) -> None:
         from nantrace.render.overview import overview
 
         _print(overview(load(trace), width=width(), ascii=not knows_unicode()))
+
+
+@main.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--rtol", type=click.FloatRange(0), help="How far an end of a range may move, by A's largest magnitude.")
+@click.option(
+    "--atol", type=click.FloatRange(0), help="How far it may move besides. Both default to what dtypes round."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the traces differ.")
+def diff(a: str, b: str, rtol: float | None, atol: float | None, as_json: bool, exit_code: bool) -> None:
+    """Say where two traces A (the reference) and B of the same step first differ: nonfinite values, then ranges."""
+    with sentences():
+        from nantrace.api import diff as compare
+        from nantrace.api import load
+        from nantrace.render.difference import next_command, text
+
+        traces = load(a), load(b)
+        try:
+            found = compare(*traces, rtol=rtol, atol=atol)
+        except ValueError as error:  # NaN, which click takes for a number of 0 or more
+            raise click.UsageError(str(error)) from None
+        command = next_command(found)
+        if as_json:
+            _print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        else:
+            _print(text(found, width=width(), ascii=not knows_unicode()))
+        if command is not None:
+            (note if as_json else _print)(f"Next: {command}")
+        if exit_code and not found.same:
+            sys.exit(FAULT)
 
 
 @main.command(context_settings={"ignore_unknown_options": False})

@@ -77,22 +77,23 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Strict JSON types only; a nonfinite float becomes {"finite": false, "value": "nan" | "inf" | "-inf"}."""
-        plain = _plain(self)
-        assert isinstance(plain, dict)
-        return plain
+        found = plain(self)
+        assert isinstance(found, dict)
+        return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as strict JSON types, as `Verdict.to_dict` words it; dataclasses become mappings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {"finite": False, "value": repr(value)}
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if hasattr(value, "item"):
-        return _plain(value.item())
+        return plain(value.item())
     return str(value)
