@@ -232,7 +232,8 @@ class StepRecorder(StepListener):
         step = self.step
         if step is None or not self._concerned(optimizer):
             return
-        step.found_inf[id(optimizer)] = found_inf
+        with Quiet():  # a copy: `scaler.update` adds what the other optimizers' gradients held to the first one's
+            step.found_inf[id(optimizer)] = tuple(found.clone() for found in found_inf)
         if id(optimizer) not in step.optimizers:
             step.attempted += 1
             step.optimizers.add(id(optimizer))

@@ -163,6 +163,21 @@ def test_a_step_that_the_scaler_skipped_is_not_committed(fused: bool, rows: Rows
     skipped = [event for _, _, event in rows(tracer.trace, role="grad", phase="post_backward")]
     assert [int(event["step"]) for event in skipped] == [1, 1]
     assert all(is_bad(event) for event in skipped)
+
+
+def test_of_two_optimizers_only_the_one_that_the_scaler_skipped_counts_as_skipped(rows: Rows) -> None:
+    model = nn.ModuleDict({"good": nn.Linear(2, 1), "bad": nn.Linear(2, 1)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model.values()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Tracer(model, on_nonfinite="ignore") as tracer:
+        for part, factor in zip(model.values(), (1.0, torch.inf), strict=True):
+            scaler.scale(part(torch.ones(1, 2)).sum() * factor).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    (step,) = tracer.trace.steps
+    assert (step["attempted"], step["committed"], step["skipped"]) == (2, 1, 1)
+    assert {slot for _, slot, _ in rows(tracer.trace, role="grad", phase="optimizer")} == {"good.weight", "good.bias"}
     assert {int(e["step"]) for _, _, e in rows(tracer.trace, role="grad", phase="optimizer")} == {0, 2}
 
 
