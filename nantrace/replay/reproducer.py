@@ -1,8 +1,8 @@
 """A short script and a tensor file that give birth to the same nonfinite value with torch alone.
 
 One op with its real inputs, taken in a replay just before the op ran, under the switches and the random stream that it
-ran under. For a backward op it is the aten backward op itself. It is run once in a fresh process before it is handed
-over, and the result says what came of that.
+ran under; the autocast state of the step is recorded beside it. For a backward op it is the aten op that ran in the
+node. It is run once in a fresh process before it is handed over, and the result says whether it gave the same bits.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.errors import ReplayError
-from nantrace.flow.values import planes
 from nantrace.lineage import Lineage, OpEvent
+from nantrace.replay.keeper import Keeper, watching_autocast
 from nantrace.replay.replays import Replays, called
 from nantrace.replay.step import Step
 
 _SECONDS = 300
+#: Ops that torch brings along itself.
+_TORCHS_OWN = ("aten", "prims", "quantized", "mkldnn", "_c10d_functional", "sparse")
 _SCRIPT = '''"""{title}
 
 {line}
+{autocast}
 Needs torch alone; made with torch {torch}.
+Exit code 0: the same value with the same bits; 1: nothing nonfinite; 2: other bits.
 """
 
 import os
@@ -37,23 +40,52 @@ import torch
 
 here = os.path.dirname(os.path.abspath(__file__))
 kept = torch.load(os.path.join(here, "inputs.pt"), weights_only=True)
+
+
+def unpacked(value):
+    if isinstance(value, list):
+        return [unpacked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "generator" in value:
+        return torch.Generator(value["of"]).set_state(value["generator"])
+    if "device" in value:
+        return torch.device(value["device"])
+    return complex(*value["complex"]) if "complex" in value else getattr(torch, value["torch"])
+
+
+args, kwargs = unpacked(kept["args"]), {{name: unpacked(value) for name, value in kept["kwargs"].items()}}
 torch.set_num_threads(kept["threads"])
-torch.use_deterministic_algorithms(kept["deterministic"], warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = False
+torch.set_default_dtype(unpacked(kept["default_dtype"]))
+torch.set_float32_matmul_precision(kept["precision"])
+torch.use_deterministic_algorithms(kept["deterministic"], warn_only=kept["warn_only"])
+torch.utils.deterministic.fill_uninitialized_memory = kept["fill"]
+torch.set_grad_enabled(kept["grad_mode"])
 torch.set_rng_state(kept["random"])
+if kept["random_cuda"] is not None:
+    torch.cuda.set_rng_state(kept["random_cuda"])
 
-op = torch.ops.{op}
-with torch.no_grad(), torch.autocast("cpu", enabled=False):  # below autograd and autocast, as the op ran
-    out = op(*kept["args"], **kept["kwargs"])
+out = torch.ops.{op}(*args, **kwargs)  # below autocast, as it ran: its inputs are cast already
 
-written = out if isinstance(out, (list, tuple)) else [out]
-written = [t for t in (*written, *(kept["args"][i] for i in {writes}))]
-tensors = [t for t in written for t in (t if isinstance(t, (list, tuple)) else [t]) if isinstance(t, torch.Tensor)]
-floats = [t.float() if t.element_size() == 1 else t for t in tensors if t.is_floating_point() or t.is_complex()]
-nan = sum(int(t.isnan().sum()) for t in floats)
-inf = sum(int(t.isinf().sum()) for t in floats)
-print(f"{op}: {{nan}} nan, {{inf}} inf")
-raise SystemExit(0 if nan + inf else 1)
+results = [*(out if isinstance(out, (list, tuple)) else [out]), *(args[i] for i in {writes})]
+results = [t for r in results for t in (r if isinstance(r, (list, tuple)) else [r]) if isinstance(t, torch.Tensor)]
+
+
+def bits(tensor):
+    plain = tensor.detach()
+    plain = plain if plain.layout == torch.strided else plain.to_dense()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+floats = [t.float() if t.element_size() == 1 else t for t in results if t.is_floating_point() or t.is_complex()]
+nan, inf = sum(int(t.isnan().sum()) for t in floats), sum(int(t.isinf().sum()) for t in floats)
+equal = len(results) == len(kept["outputs"]) and all(map(same, results, kept["outputs"]))
+print(f"{op}: {{nan}} nan, {{inf}} inf, {{'the same' if equal else 'OTHER'}} bits as in the step")
+raise SystemExit(1 if not nan + inf else 0 if equal else 2)
 '''
 
 
@@ -63,7 +95,7 @@ class Reproducer:
 
     Attributes:
         script: path of the script; its tensors lie beside it in inputs.pt.
-        verified: whether a fresh process gave birth to a nonfinite value with it.
+        verified: whether a fresh process gave birth to the same nonfinite value with it, bit for bit.
         said: what that process printed last.
     """
 
@@ -72,7 +104,7 @@ class Reproducer:
     said: str
 
     def __str__(self) -> str:
-        end = "verified in a fresh process" if self.verified else "NOT verified, a fresh process did not fail"
+        end = "verified in a fresh process" if self.verified else "NOT verified, a fresh process did otherwise"
         return f"Wrote {self.script} ({end}: {self.said})"
 
 
@@ -92,15 +124,13 @@ def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdic
     origin = verdict.origin
     if origin is None or origin.op is None:
         raise ReplayError(f"The verdict ({verdict.status}) names no op to reproduce; bisect down to an op first.")
-    replays = Replays(step, 2)
-    recording, _ = replays.recorded("every op, to find the op again")
-    event = _found(recording.lineage, origin)
-    keeper = _Keeper(event.time)
-    with replays.one("to keep what the op reads") as listener:
-        error = _run_as_recorded(replays.step, keeper)
-        listener.ended(None, error)
-    if keeper.kept is None or keeper.name != event.op:
-        raise ReplayError(f"{origin.op} did not run again as operation {event.time}: the step is not deterministic.")
+    library = origin.op.partition(".")[0]
+    if library not in _TORCHS_OWN:
+        raise ReplayError(
+            f"No reproducer was written: {origin.op} is an op of {library}, which torch alone cannot run."
+        )
+    with Replays(step, 2) as replays:
+        keeper = _kept(replays, origin)
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -110,6 +140,22 @@ def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdic
     except OSError as failed:
         raise ReplayError(f"{target} cannot be written ({failed.strerror}): choose another folder.") from None
     return _verified(script)
+
+
+def _kept(replays: Replays, origin: Origin) -> Keeper:
+    """The op at the origin, with what it read and wrote."""
+    recording, _ = replays.recorded("every op, to find the op again")
+    event = _found(recording.lineage, origin)
+    with replays.one("to keep what the op reads") as listener, watching_autocast() as autocast:
+        keeper = Keeper(event.time, autocast)
+        with eager_instead_of_compiled(), keeper:
+            returned, error = called(replays.step)
+        listener.ended(returned, error)
+    if keeper.problem:
+        raise ReplayError(f"No reproducer was written, {origin.op} cannot be run by torch alone: {keeper.problem}.")
+    if keeper.kept is None or keeper.name != event.op:
+        raise ReplayError(f"{origin.op} did not run again as operation {event.time}: the step is not deterministic.")
+    return keeper
 
 
 def _found(lineage: Lineage, origin: Origin) -> OpEvent:
@@ -123,69 +169,29 @@ def _found(lineage: Lineage, origin: Origin) -> OpEvent:
     return loose[0]
 
 
-def _run_as_recorded(step: Step, keeper: _Keeper) -> Exception | None:
-    with torch.compiler.set_stance("force_eager"), keeper:
-        return called(step)[1]
-
-
-class _Keeper(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts ops as the recorder does, and keeps the arguments of one of them before it runs."""
-
-    def __init__(self, time: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._time, self._count = time, 0
-        self.kept: dict[str, Any] | None = None
-        self.name = ""
-        self.overload = ""
-        self.writes: tuple[int, ...] = ()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._count += 1
-        if self._count == self._time:
-            self._keep(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
-        schema = func._schema
-        self.name = schema.name.replace("::", ".")
-        self.overload = f"{self.name}.{schema.overload_name or 'default'}"
-        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-        self.writes = tuple(i for i in written if i < len(args))
-        with torch.no_grad():
-            self.kept = {
-                "args": _copied(args),
-                "kwargs": _copied(kwargs),
-                "random": torch.get_rng_state(),
-                "threads": torch.get_num_threads(),
-                "deterministic": torch.are_deterministic_algorithms_enabled(),
-            }
-
-
-def _copied(value: Any) -> Any:
-    """Copies with the same layout, as kernels depend on it; a copy on the CPU of what lies elsewhere."""
-    if isinstance(value, torch.Tensor):
-        plain = value.detach()
-        if plain.layout == torch.strided and planes(plain):
-            kept = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device=plain.device)
-            return kept.copy_(plain) if 0 not in plain.stride() else plain.clone()
-        return plain.clone()
-    if isinstance(value, (list, tuple)):
-        return [_copied(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
-def _text(origin: Origin, keeper: _Keeper) -> str:
+def _text(origin: Origin, keeper: Keeper) -> str:
     line = origin.where or "an unknown line"
     node = f"It belongs to {origin.node} of the forward line {line}." if origin.node else f"It ran at {line}."
     return _SCRIPT.format(
         title=f"{origin.op} gives birth to {origin.kind or 'a nonfinite value'} from its real inputs.",
         line=node.replace("\\", "/"),
+        autocast=_autocast_in_words(keeper),
         torch=torch.__version__,
         op=keeper.overload,
         writes=list(keeper.writes),
     )
+
+
+def _autocast_in_words(keeper: Keeper) -> str:
+    assert keeper.kept is not None
+    states = keeper.kept["autocast"]
+    on = [
+        f"{device} ({state['dtype'].removeprefix('torch.')})"
+        for device, state in states.items()
+        if device != "cache" and state["enabled"]
+    ]
+    cache = "on" if states["cache"] else "off"
+    return f"Autocast in the step: {', '.join(on) or 'off'}; its cache was {cache}."
 
 
 def _verified(script: Path) -> Reproducer:
