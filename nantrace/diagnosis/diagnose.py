@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nantrace.diagnosis.by_module import by_module
+from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 
@@ -15,15 +16,22 @@ def diagnose(trace: Trace) -> Verdict:
 
     Returns:
         The verdict. A trace with a lineage (ops) is judged op by op. Without one the verdict names a module, and
-        says in `evidence` what rows of modules cannot show.
+        says in `evidence` what rows of modules cannot show. A trace that was cut short says so, and is not clean.
 
     Raises:
+        TypeError: `trace` is not a trace.
         ValueError: rows were taken out of a step by `Trace.module`, `.phase` or `.nonfinite`; whatever is not there
             would count as never recorded. A trace of one `.step` is judged.
     """
+    if not isinstance(trace, Trace):
+        raise TypeError(f"diagnose got a {type(trace).__name__}: pass a Trace (nantrace.load(path), tracer.trace).")
     taken_out = [by for by in (trace.narrowed.by if trace.narrowed else ()) if not by.startswith("step ")]
     if taken_out:
         raise ValueError(f"the trace was narrowed by {taken_out[0]}, which hides causes: diagnose the whole trace.")
+    return limited(_by_what_it_holds(trace), trace)
+
+
+def _by_what_it_holds(trace: Trace) -> Verdict:
     if trace.lineage is not None and (trace.lineage.ops or trace.lineage.events):
         from nantrace.diagnosis.blame import blame
 
