@@ -6,8 +6,8 @@ other devices they stay there until `drain` fetches them all in one copy. Knows 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from nantrace.capture.quiet import Quiet
-from nantrace.events import EVENT, Phase, Role, Site
+from nantrace.capture.rows import Rows
+from nantrace.events import Phase, Role, Site
 from nantrace.stats import host
 
 
@@ -32,22 +33,18 @@ class Pending:
 
 Stats: TypeAlias = "tuple[Any, ...] | Pending"
 
-# A row is packed straight into EVENT's layout: numpy needs several times as long to assign a tuple of 17 fields.
-_PACK = struct.Struct("<QIIIQQQQQdddqIIIB")
-assert _PACK.size == EVENT.itemsize
-
 
 class Buffer:
     """The rows of the current step and the sites of the whole trace.
 
     Attributes:
         sites: the site table.
-        rows: (site, call, statistics) in order of execution. Any thread may append.
+        rows: what was seen since the last drain. Any thread may add.
     """
 
     def __init__(self, full_on_host: bool = False, full_on_device: bool = True) -> None:
         self.sites: list[Site] = []
-        self.rows: list[tuple[int, int, Stats]] = []
+        self.rows = Rows()
         self._numbers: dict[Any, int] = {}
         self._tables: dict[torch.device, Any] = {}
         self._row = host.row
@@ -77,7 +74,7 @@ class Buffer:
             number = self._numbers[key] = self.add_site(
                 Site(module, phase, role, slot, str(tensor.dtype).removeprefix("torch."), tuple(shape))
             )
-        self.rows.append((number, call, stats))
+        self.rows.add(number, call, stats)
         return stats
 
     def measure(self, tensor: torch.Tensor) -> Stats:
@@ -105,25 +102,18 @@ class Buffer:
 
     def relabel(self, begin: int, end: int, phase: Phase) -> None:
         """Give the rows from `begin` up to `end` another phase."""
-        for index in range(begin, end):
-            number, call, stats = self.rows[index]
-            old = self.sites[number]
-            key = ("relabelled", number, phase)
-            if key not in self._numbers:
-                self._numbers[key] = self.add_site(
-                    Site(old.module, phase, old.role, old.slot, old.dtype, old.shape, old.op, old.node, old.where)
-                )
-            self.rows[index] = (self._numbers[key], call, stats)
+        self.rows.set_sites(begin, [self._relabelled(number, phase) for number in self.rows.sites(begin, end)])
+
+    def _relabelled(self, number: int, phase: Phase) -> int:
+        key = ("relabelled", number, phase)
+        if key not in self._numbers:
+            self._numbers[key] = self.add_site(replace(self.sites[number], phase=phase))
+        return self._numbers[key]
 
     def drain(self, step: int) -> npt.NDArray[np.void]:
         """The rows since the last drain as an array of dtype `EVENT`, numbered from 1; fetches what devices hold."""
-        rows, self.rows = self.rows, []
-        fetched: Mapping[int, list[tuple[Any, ...]]] = {id(table): table.drain() for table in self._tables.values()}
-        packed = bytearray()
-        for seq, (site, call, stats) in enumerate(rows, 1):
-            numbers = stats if isinstance(stats, tuple) else _resolve(stats, fetched)
-            packed += _PACK.pack(seq, step, site, call, *numbers)
-        return np.frombuffer(packed, EVENT) if packed else np.zeros(0, EVENT)
+        fetched = {id(table): table.drain() for table in self._tables.values()}
+        return self.rows.drain(step, lambda pending: _resolve(pending, fetched))
 
 
 def _resolve(pending: Pending, fetched: Mapping[int, list[tuple[Any, ...]]]) -> tuple[Any, ...]:

@@ -269,7 +269,7 @@ class Tracer:
             self._ops.begin(self._observe_op)
 
     def _observe_op(self, site: Site, numbers: tuple[Any, ...]) -> None:
-        self._buffer.rows.append((self._buffer.number_of(site), 0, numbers))
+        self._buffer.rows.add(self._buffer.number_of(site), 0, numbers)
 
     def _finish(self) -> None:
         if self._ops is not None:
