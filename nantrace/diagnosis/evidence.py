@@ -187,7 +187,8 @@ def _earlier(seen: Seen, row: int) -> str:
     if row == 0:
         return "It is the first tensor that was looked at."
     if earlier == 0:
-        return f"Each of the {row:,} tensors seen before it was finite."
+        each = f"Each of the {row:,} tensors" if row > 1 else "The one tensor"
+        return f"{each} seen before it was finite."
     marks = int(seen.mark[:row].sum())
     if marks == earlier:
         return f"{earlier:,} of the {row:,} tensors seen before it hold -inf only, as masks do; the rest were finite."

@@ -145,22 +145,24 @@ def _by_module(replays: Replays) -> _Found:
 # ---------------------------------------------------------------------------------------------------- ops
 def _by_op(replays: Replays, first: Ends) -> _Found:
     modules = sum(1 for _ in replays.step.model.modules())
-    if modules <= MOST_MODULES:
-        how = f"Every op of the step was watched at once: the bound for that is {MOST_MODULES:,} modules, here are "
-        return _pass(replays, None, f"{how}{modules:,}.")
+    if modules <= MOST_MODULES:  # the usual way: what `--dry-run` tells, and the replay's own line
+        return _pass(replays, None, f"every op at once ({modules:,} of at most {MOST_MODULES:,} modules)")
     if not first.failed:
-        return _pass(replays, None, "No end was nonfinite to narrow down from: every op of the step was watched.")
+        why = "No end was nonfinite to narrow down from: every op of the step was watched."
+        return _pass(replays, None, "every op", why)
     found = _narrowed(replays, first, modules)
     if found is not None:
         return found
-    return _pass(replays, None, "Narrowing by modules led nowhere; every op of the step was watched.")
+    return _pass(replays, None, "every op", "Narrowing by modules led nowhere; every op of the step was watched.")
 
 
 def _narrowed(replays: Replays, first: Ends, modules: int) -> _Found | None:
     """The region first, then the ops within; None if the origin is not in there."""
     many = f"{modules:,} modules are more than the bound of {MOST_MODULES:,}, so"
     if first.forward_was_finite and first.error is None:
-        found = _pass(replays, _after_forward, f"{many} only ops after the finite forward were watched.")
+        found = _pass(
+            replays, _after_forward, "ops of the region", f"{many} only ops after the finite forward were watched."
+        )
     else:
         tree = tree_of(replays.step.model)
         region = narrow_forward(replays, tree, most=max(1, replays.left - 3))
@@ -170,7 +172,7 @@ def _narrowed(replays: Replays, first: Ends, modules: int) -> _Found | None:
             said = f"{many} they were searched first, and the replays ran out."
             return _Found(Verdict("inconclusive", evidence=(said,), region=names), first, None, ())
         how = f"{many} they were searched first, in {region.replays} replays; only ops within {shown} were watched."
-        found = _pass(replays, inside(names), how)
+        found = _pass(replays, inside(names), "ops of the region", how)
     verdict = found.verdict
     named = verdict.origin is not None and (verdict.origin.op or verdict.stage in ("input", "state"))
     unseen = found.lineage is not None and any(event.category == "unobserved" for event in found.lineage.events)
@@ -181,13 +183,12 @@ def _after_forward(module: str | None, phase: str) -> bool:
     return phase != "forward"
 
 
-def _pass(replays: Replays, within: Within | None, how: str) -> _Found:
-    """The op pass, and the further replays that its judgement asks for."""
+def _pass(replays: Replays, within: Within | None, watch: str, *how: str) -> _Found:
+    """The op pass, and the further replays that its judgement asks for; `how` is evidence of an unusual narrowing."""
     if not replays.left:
         return _Found(
             Verdict("inconclusive", evidence=("The replays ran out.",), region=("the step",)), Ends(), None, ()
         )
-    watch = "every op" if within is None else "ops of the region"
     recording, ends = replays.recorded(watch, within=within)
     lineage = recording.lineage
     frozen: Lineage | None = None
@@ -204,7 +205,7 @@ def _pass(replays: Replays, within: Within | None, how: str) -> _Found:
     verdict = finding.verdict
     if finding.wants is not None:
         verdict = _unfinished(verdict, "The replays ran out before this was settled.")
-    return _Found(_trusted(verdict, recording, ends), ends, lineage, (how,))
+    return _Found(_trusted(verdict, recording, ends), ends, lineage, how)
 
 
 def _trusted(verdict: Verdict, recording: Recording, ends: Ends) -> Verdict:
