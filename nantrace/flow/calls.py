@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,8 @@ from torch import Tensor
 from nantrace.flow.memory import Look
 from nantrace.flow.ops import OpFacts
 from nantrace.flow.values import Summary, storage_key
+
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Argument(NamedTuple):
@@ -21,33 +26,78 @@ class Argument(NamedTuple):
 
 
 class Call:
-    """An op with its arguments.
+    """An op with its arguments. What is asked only when something nonfinite is around is worked out when asked.
 
     Attributes:
-        task: id of the running backward pass, -1 outside.
         bad: arguments that hold nonfinite values, with what was seen.
-        skipped: arguments that were not looked at, because all that was written to their memory was finite.
         kept: id(tensor) -> what an in-place op was about to overwrite.
-        nan_literal, inf_literal: whether a plain number among the arguments is NaN, or infinite.
-        list_length: of a list op, how many tensors its lists hold.
-        written: arguments that the op writes into.
     """
 
-    __slots__ = (
-        "args", "arguments", "bad", "facts", "inf_literal", "kept", "kwargs", "list_length", "nan_literal", "skipped",
-        "task", "written",
-    )  # fmt: skip
+    __slots__ = ("_arguments", "_list_length", "args", "bad", "facts", "kept", "kwargs")
 
-    def __init__(self, facts: OpFacts, task: int, args: Any, kwargs: Any) -> None:
+    def __init__(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.facts, self.args, self.kwargs = facts, args, kwargs
-        self.task = task
-        self.arguments: list[Argument] = []
-        self.bad: list[tuple[Argument, Look]] = []
-        self.skipped: list[Argument] = []
-        self.kept: dict[int, Summary | Tensor] = {}
-        self.nan_literal = self.inf_literal = False
-        self.written: list[Argument] = []
-        self.list_length = 0
+        self.bad: Sequence[tuple[Argument, Look]] = ()
+        self.kept: Mapping[int, Summary | Tensor] = _NOTHING
+        self._arguments: tuple[Argument, ...] | None = None
+        self._list_length: int | None = None
+
+    @property
+    def task(self) -> int:
+        """Id of the running backward pass, -1 outside."""
+        task: int = torch._C._current_graph_task_id()
+        return task
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """Its tensors, those in lists too."""
+        if self._arguments is None:
+            self._arguments = tuple(self._tensors())
+        return self._arguments
+
+    def _tensors(self) -> Iterator[Argument]:
+        for position, value in self._placed():
+            if isinstance(value, Tensor):
+                yield Argument(position, -1, value)
+            elif isinstance(value, (list, tuple)):
+                for index, item in enumerate(value):
+                    if isinstance(item, Tensor):
+                        yield Argument(position, index, item)
+
+    def _placed(self) -> Iterator[tuple[int, Any]]:
+        """Every argument with its position in the schema, -1 unknown."""
+        yield from enumerate(self.args)
+        for name, value in self.kwargs.items():
+            yield self.facts.position.get(name, -1), value
+
+    @property
+    def written(self) -> tuple[Argument, ...]:
+        """Arguments that the op writes into, by its schema."""
+        writes = self.facts.writes
+        return tuple(a for a in self.arguments if a.position >= 0 and writes[a.position])
+
+    @property
+    def list_length(self) -> int:
+        """Of a list op, how many tensors its lists hold."""
+        if self._list_length is None:
+            in_lists = (a.position for a in self.arguments if a.index >= 0)
+            self._list_length = max(Counter(in_lists).values(), default=0) if self.facts.listwise else 0
+        return self._list_length
+
+    def literals(self) -> Iterator[complex]:
+        """Plain numbers among the arguments that are NaN or infinite."""
+        for _, value in self._placed():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, (float, complex)) and item - item != 0:
+                    yield item
+
+    @property
+    def nan_literal(self) -> bool:
+        return any(number != number for number in self.literals())
+
+    @property
+    def inf_literal(self) -> bool:
+        return any(number == number for number in self.literals())
 
     def reads(self, argument: Argument) -> bool:
         """Whether the op reads the argument's values."""
@@ -66,13 +116,13 @@ class Call:
         facts = self.facts
         if type(out) is Tensor and not facts.mutates and not facts.maybe_view:
             return [(-1, out)]
-        written = self.written
+        if facts.writes_self and out is self.args[0]:
+            return [(-1, out)]
+        written, in_lists = self.written, bool(self.list_length)
         outputs = [(a.index, a.tensor) for a in written]
-        if len(written) == 1 and out is written[0].tensor:
-            return outputs
         old = {id(a.tensor) for a in written}
         for index, item in enumerate(out) if isinstance(out, (list, tuple)) else [(-1, out)]:
-            inner = enumerate(item) if isinstance(item, (list, tuple)) else [(index if self.list_length else -1, item)]
+            inner = enumerate(item) if isinstance(item, (list, tuple)) else [(index if in_lists else -1, item)]
             outputs += [(j, t) for j, t in inner if isinstance(t, Tensor) and id(t) not in old]
         if facts.maybe_view:
             memory = {storage_key(a.tensor) for a in self.arguments}

@@ -6,16 +6,17 @@ without saying so); the recorder checks it before it calls anything a birth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from nantrace.flow.values import SMALL, Masks, Scanner, masks, planes, storage_key
+from nantrace.flow.values import FLOATS, PLAIN_FLOATS, SMALL, Masks, Scanner, masks, planes, storage_key
 from nantrace.flow.writers import Writers
-
-_STRIDED = torch.strided
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Memory:
 
     Attributes:
         finite: storages whose every write was seen and was finite.
-        tainted: storages that an event wrote nonfinite elements into, at some time.
+        tainted: storages that an event wrote nonfinite elements into, at some time; none of them is in `finite`.
         unseen: storages that were written while nobody looked.
         unread: how many tensors could not be read, by reason.
     """
@@ -64,14 +65,38 @@ class Memory:
         self._external = external
 
     def is_known_finite(self, tensor: Tensor) -> bool:
-        key = storage_key(tensor)
-        return key is not None and key in self.finite and key not in self.tainted
+        return storage_key(tensor) in self.finite
+
+    def are_known_finite(self, values: Iterable[Any], reads: Iterable[bool]) -> bool:
+        """Whether all tensors among an op's arguments that it reads are known to be; in doubt, not."""
+        finite = self.finite
+        try:
+            for value, is_read in zip(values, reads, strict=False):
+                kind = type(value)
+                if kind is Tensor or kind is Parameter:
+                    if is_read and value.untyped_storage()._cdata not in finite and value.dtype in FLOATS:
+                        return False
+                elif kind is list or kind is tuple:
+                    if not self.are_known_finite(value, repeat(is_read)):
+                        return False
+                elif isinstance(value, Tensor):
+                    return False
+        except RuntimeError:  # no storage to ask
+            return False
+        return True
 
     def mark_finite(self, tensor: Tensor) -> None:
         """The tensor was looked at and is finite; its memory is known to be if it covers all of it."""
         key = storage_key(tensor)
-        if key is not None and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+        if key is None or key in self.tainted:
+            return
+        if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
             self.finite.add(key)
+
+    def blame(self, plane: Tensor, found: Masks, id: int) -> None:
+        """The event `id` wrote the nonfinite elements `found` in a plane."""
+        self.writers.write(plane, found.bad, id, every=found.count == plane.numel())
+        self.finite.discard(plane.untyped_storage()._cdata)
 
     def look(self, tensor: Tensor) -> Look | None:
         """What is nonfinite in it and who wrote that; None if nothing is. What nobody wrote gets an external event."""
@@ -84,6 +109,7 @@ class Memory:
             if 0 in nan_ids or 0 in inf_ids:
                 id = self._external(plane, found)
                 self.writers.adopt(plane, found.bad, id)
+                self.finite.discard(plane.untyped_storage()._cdata)
                 nan_ids = frozenset(i or id for i in nan_ids)
                 inf_ids = frozenset(i or id for i in inf_ids)
             return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids)
@@ -91,17 +117,21 @@ class Memory:
 
     def wrote_plainly(self, tensor: Tensor) -> bool:
         """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""
-        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not _STRIDED or tensor.is_nested:
+        kind = type(tensor)
+        if (kind is not Tensor and kind is not Parameter) or tensor.dtype not in PLAIN_FLOATS or self.unseen:
             return False
-        if not 0 < tensor.numel() < SMALL or tensor._is_zerotensor():
+        try:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self.tainted or not tensor.is_cpu or not 0 < tensor.numel() < SMALL or not storage.nbytes():
+                return False
+            low, high = self.scanner.extent(tensor)
+        except RuntimeError:  # sparse, nested, functorch: no memory of its own, or no such statistic
             return False
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.tainted or self.unseen or not storage.nbytes():
-            return False
-        low, high = self.scanner.extent(tensor)
-        self.finite.add(key)
-        return low - low == 0 and high - high == 0
+        if low - low == 0 and high - high == 0:
+            self.finite.add(key)
+            return True
+        return False
 
     def wrote(self, plane: Tensor) -> bool:
         """A plane was just written: whether it is finite."""
@@ -109,11 +139,13 @@ class Memory:
         key = storage._cdata
         if self.unseen:
             self.unseen.pop(key, None)
-        self.finite.add(key)
         if not self.scanner.is_finite(plane):
             return False
-        if key in self.tainted and plane.numel() * plane.element_size() == storage.nbytes():
+        if key in self.tainted:
+            if plane.numel() * plane.element_size() != storage.nbytes():
+                return True
             self.writers.forget(key)
+        self.finite.add(key)
         return True
 
     def wrote_unseen(self, tensor: Tensor, who: Unseen) -> None:

@@ -19,10 +19,12 @@ _UNWRITTEN = frozenset(
 _OVERWRITING = frozenset(
     f"aten::{name}"
     for name in (
-        *("copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"),
+        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"),
         *("bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
     )
 )
+#: Ops that take memory which somebody else wrote: a queue between processes, a checkpoint, a file.
+_ADOPTING = frozenset(("aten::set_", "aten::from_file"))
 #: Ops through which the host reads a value off the device.
 _HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"))
 #: Namespaces whose schemas can be trusted to announce every write.
@@ -36,20 +38,25 @@ class OpFacts:
         op: "aten.addmm", or "namespace.name" of a custom op.
         arguments: the schema's argument names; `position` maps them back.
         writes, reads: by position.
-        view: only hands out its input's memory (or, where the schema leaves that open, `maybe_view`).
+        view: only hands out its input's memory (or, where the schema leaves that open, `maybe_view`), or memory from
+            elsewhere.
         unwritten: its result is memory that nobody has written.
         host_read: its result is a Python number.
         listwise: element i of every list argument belongs together (`_foreach_*`, `_fused_*`).
         announces: writes nothing that its schema does not say.
+        writes_self: writes into its first argument, one tensor, into nothing else, and returns it.
+        simple: puts out one tensor, either new or the `self` it wrote into, and writes nothing else.
+        func: the op itself; holding it keeps its id its own.
     """
 
     __slots__ = (
-        "announces", "arguments", "host_read", "listwise", "maybe_view", "mutates", "op", "position", "reads",
-        "unwritten", "view", "writes",
+        "announces", "arguments", "func", "host_read", "listwise", "maybe_view", "mutates", "op", "position", "reads",
+        "simple", "unwritten", "view", "writes", "writes_self",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
+        self.func = func
         name: str = schema.name
         self.op = name.replace("::", ".")
         self.arguments = tuple(argument.name for argument in schema.arguments)
@@ -62,8 +69,15 @@ class OpFacts:
         aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         # Under inference mode `reshape`, `to` and the like arrive whole: they may copy.
         self.maybe_view = aliases and bool(getattr(func, "_can_decompose", bool)())
-        self.view = aliases and not self.maybe_view
+        self.view = (aliases and not self.maybe_view) or name in _ADOPTING
         self.unwritten = name in _UNWRITTEN
         self.host_read = name in _HOST_READS
         self.listwise = "_foreach_" in name or "_fused_" in name
         self.announces = name.startswith(_ANNOUNCING) and "batch_norm" not in name
+        single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+        self.writes_self = single and sum(self.writes) == 1 and self.writes[0] and _is_tensor(schema.arguments[0])
+        self.simple = single and self.announces and not self.maybe_view and (not self.mutates or self.writes_self)
+
+
+def _is_tensor(argument: Any) -> bool:
+    return str(argument.type) == "Tensor"

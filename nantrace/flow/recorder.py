@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from types import TracebackType
 from typing import Any
 
@@ -21,19 +22,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nantrace.capture.lifecycle import Lifecycle
-from nantrace.flow.births import is_datalike, keep, kind_of, operands, output_fields, scalars
+from nantrace.flow.births import keep
 from nantrace.flow.calls import Argument, Call
-from nantrace.flow.context import Context, Whereabouts
-from nantrace.flow.externals import External, Externals
-from nantrace.flow.host import HostReads
-from nantrace.flow.memory import Look, Memory, Unseen, neutralise
+from nantrace.flow.chronicle import Chronicle
+from nantrace.flow.context import Whereabouts
+from nantrace.flow.externals import Externals
+from nantrace.flow.memory import Look, Unseen, neutralise
 from nantrace.flow.ops import OpFacts
 from nantrace.flow.rounds import Rounds
 from nantrace.flow.sinks import Sinks
-from nantrace.flow.values import FLOATS, PLAIN_FLOATS, QUANTIZED, Masks, masks, planes, readable, storage_key
+from nantrace.flow.values import FLOATS, QUANTIZED, planes, readable, storage_key
 from nantrace.lineage import Lineage, OpEvent
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _sequence_number = torch._C._autograd._get_sequence_nr
 _running_backward = torch._C._current_graph_task_id
 
@@ -79,15 +79,17 @@ class OpRecorder(TorchDispatchMode):
         self.failure: Exception | None = None
         self.returned: Any = None
         self._result = Lineage()
-        self._neutral, self._within, self._on_event = neutral, within, on_event
+        self._neutral, self._within = neutral, within
+        self._selective = within is not None or bool(neutral)
         self._paused = True
-        self._facts: dict[Any, OpFacts] = {}
-        self._memory, self._host = Memory(self._external), HostReads()
+        self._facts: dict[int, OpFacts] = {}  # by id of the op
         self._raised: tuple[int, frozenset[int]] | None = None
         self._rounds = Rounds()
         self._externals = Externals(model, batch)
         self._places = Whereabouts(model, self._rounds, self._externals)
         self._sinks = Sinks(self, model, self._rounds, self._externals, freeze)
+        self._chronicle = Chronicle(self, self._places, self._rounds, self._externals, on_event)
+        self._memory, self._host = self._chronicle.memory, self._chronicle.host
         self._lifecycle = Lifecycle(self._sinks)
         self._handles: list[Any] = []
         for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
@@ -197,102 +199,69 @@ class OpRecorder(TorchDispatchMode):
         return out
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
-        facts = self._facts.get(func)
+        """Look at what the op is about to read; None for an op that only hands memory on."""
+        facts = self._facts.get(id(func))  # hashing an op itself runs Python code
         if facts is None:
-            facts = self._facts[func] = OpFacts(func)
+            facts = self._facts[id(func)] = OpFacts(func)
         self.time += 1
-        task = _running_backward()
         number: int = _sequence_number() - 1
         if number > self._places.links.last:
-            self._places.link(facts.op, number, task, args, self.time)
+            self._places.link(facts.op, number, _running_backward(), args, self.time)
         if facts.view:
             return None
-        call = Call(facts, task, args, kwargs)
-        for position, value in enumerate(args):
-            if type(value) in _PLAIN:
-                self._take(call, position, -1, value)
-            elif value is not None:
-                self._take_other(call, position, value)
-        for name, value in kwargs.items():
-            if value is not None:
-                self._take_other(call, facts.position.get(name, -1), value)
+        call = Call(facts, args, kwargs)
+        memory = self._memory
+        if not memory.are_known_finite(args, facts.reads) or (
+            kwargs and not memory.are_known_finite(kwargs.values(), repeat(True))
+        ):
+            call.bad = self._look_at_inputs(call)
         if facts.mutates:
             self._before_writing(call, number)
         return call
 
-    def _take_other(self, call: Call, position: int, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._take(call, position, -1, value)
-        elif isinstance(value, (float, complex)):
-            if value - value != 0:
-                call.nan_literal |= value != value
-                call.inf_literal |= value == value
-        elif isinstance(value, (list, tuple)):
-            found = 0
-            for index, item in enumerate(value):
-                if isinstance(item, Tensor):
-                    found += 1
-                    self._take(call, position, index, item)
-                elif isinstance(item, float):
-                    self._take_other(call, position, item)
-            if found and call.facts.listwise:
-                call.list_length = max(call.list_length, found)
-
-    def _take(self, call: Call, position: int, index: int, tensor: Tensor) -> None:
-        """Note a tensor argument, and look at it if it is read and not known to be finite."""
-        argument = Argument(position, index, tensor)
-        call.arguments.append(argument)
-        facts = call.facts
-        if facts.mutates and position >= 0 and facts.writes[position]:
-            call.written.append(argument)
-        if tensor.dtype not in FLOATS or not (position < 0 or facts.reads[position]):
-            return
-        memory = self._memory
-        key = storage_key(tensor)
-        if key in memory.finite and key not in memory.tainted:
-            call.skipped.append(argument)
-            return
-        look = memory.look(tensor)
-        if look is not None:
-            call.bad.append((argument, look))
-        elif key is not None:
-            memory.mark_finite(tensor)
+    def _look_at_inputs(self, call: Call) -> list[tuple[Argument, Look]]:
+        """Look at every tensor that is read and not known to be finite."""
+        memory, bad = self._memory, []
+        for argument in call.arguments:
+            tensor = argument.tensor
+            if tensor.dtype not in FLOATS or not call.reads(argument) or memory.is_known_finite(tensor):
+                continue
+            look = memory.look(tensor)
+            if look is None:
+                memory.mark_finite(tensor)
+            else:
+                bad.append((argument, look))
+        return bad
 
     def _before_writing(self, call: Call, number: int) -> None:
         """Keep what an in-place op is about to overwrite, should its result turn out bad."""
-        written = call.written
-        into_view = any(a.tensor._is_view() for a in written if a.index < 0)
-        self._places.links.wrote(call.facts.op, into_view and call.needs_grad(), number, self.time)
-        rounds = self._rounds
-        by_hand = rounds.state == "after_backward" and call.task < 0 and not rounds.in_optimizer
-        by_hand = by_hand and not self._places.stack
+        facts, places, rounds = call.facts, self._places, self._rounds
+        written = (Argument(0, -1, call.args[0]),) if facts.writes_self else call.written
+        into_view = torch.is_grad_enabled() and any(a.tensor._is_view() for a in written if a.index < 0)
+        places.links.wrote(facts.op, into_view and call.needs_grad(), number, self.time)
+        by_hand = rounds.state == "after_backward" and not rounds.in_optimizer and not places.stack and call.task < 0
         if by_hand and any(self._externals.is_state(storage_key(a.tensor)) for a in written):
             rounds.updated_by_hand(self.time)
-        for argument in written:
-            if call.reads(argument):
-                for plane in planes(argument.tensor):
-                    call.kept[id(argument.tensor)] = keep(plane, self._memory.scanner)
+        call.kept = {
+            id(argument.tensor): keep(plane, self._memory.scanner)
+            for argument in written
+            if call.reads(argument)
+            for plane in planes(argument.tensor)
+        }
 
     # ------------------------------------------------------------------------------------------------ outputs
     def _after(self, call: Call, out: Any) -> None:
+        """Look at what the op put out, and record it if something nonfinite is around."""
+        memory = self._memory
+        if call.facts.simple and not call.bad and not self._selective and memory.wrote_plainly(out):
+            return
         if self._within is not None and not call.bad and not call.facts.host_read and self._leave(call, out):
             return
-        memory = self._memory
         outputs = call.new_tensors(out)
         if self.time in self._neutral:
             for _, tensor in outputs:
                 neutralise(tensor)
-        bad: list[tuple[int, Tensor]] = []
-        finite = False
-        for index, tensor in outputs:
-            if tensor.dtype in PLAIN_FLOATS and memory.wrote_plainly(tensor):
-                finite = True
-            elif tensor.dtype in FLOATS or tensor.dtype in QUANTIZED:
-                for plane in planes(tensor, memory.unread):
-                    if memory.wrote(plane):
-                        finite = True
-                    else:
-                        bad.append((index, plane))
+        bad, finite = self._look_at_outputs(outputs)
         unannounced = [] if call.facts.announces else self._written_unannounced(call)
         bad += [(argument.index, plane) for argument, plane in unannounced]
         if bad:
@@ -300,7 +269,22 @@ class OpRecorder(TorchDispatchMode):
         if self._host or call.bad:
             self._follow_host(call, outputs)
         if bad or call.bad:
-            self._record(call, bad, len(outputs), finite)
+            self._chronicle.record(call, bad, len(outputs), finite)
+
+    def _look_at_outputs(self, outputs: list[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], bool]:
+        """Planes that are not finite, each with its index; and whether any is."""
+        memory, finite = self._memory, False
+        bad: list[tuple[int, Tensor]] = []
+        for index, tensor in outputs:
+            if memory.wrote_plainly(tensor):
+                finite = True
+            elif tensor.dtype in FLOATS or tensor.dtype in QUANTIZED:
+                for plane in planes(tensor, memory.unread):
+                    if memory.wrote(plane):
+                        finite = True
+                    else:
+                        bad.append((index, plane))
+        return bad, finite
 
     def _leave(self, call: Call, out: Any) -> bool:
         """Outside the region, finite inputs are taken to give finite outputs: note who wrote them, look at nothing."""
@@ -324,11 +308,13 @@ class OpRecorder(TorchDispatchMode):
         What the op overwrote, by its schema or against it (`unannounced`: ids of tensors), holds its result now and
         says nothing about what it read.
         """
-        for argument in call.skipped:
+        found = {id(argument.tensor) for argument, _ in call.bad}
+        assumed = [a for a in call.arguments if call.reads(a) and self._memory.is_known_finite(a.tensor)]
+        for argument in assumed:
             overwritten = id(argument.tensor) in call.kept or id(argument.tensor) in unannounced
-            look = None if overwritten else self._memory.look(argument.tensor)
+            look = None if overwritten or id(argument.tensor) in found else self._memory.look(argument.tensor)
             if look is not None:
-                call.bad.append((argument, look))
+                call.bad = [*call.bad, (argument, look)]
 
     def _follow_host(self, call: Call, outputs: list[tuple[int, Tensor]]) -> None:
         hit = self._host.hit(call)
@@ -336,79 +322,6 @@ class OpRecorder(TorchDispatchMode):
             self._result.guard_reads.append((self.time, tuple(sorted(hit)), bool(call.bad)))
         if hit:
             self._host.spread(outputs, hit)
-
-    # ------------------------------------------------------------------------------------------------ events
-    def _record(self, call: Call, bad: list[tuple[int, Tensor]], outputs: int, finite: bool) -> None:
-        place = self._places.find(call.task, call.needs_grad, call.arguments, call.facts)
-        self._note_readers(call, place, absorbed=finite and not bad and not call.facts.host_read)
-        if call.facts.host_read:
-            self._host.remember(call)
-            return
-        for index, plane in bad:
-            self._event(call, place, index, plane, outputs)
-
-    def _note_readers(self, call: Call, place: Context, absorbed: bool) -> None:
-        reader = place.node_key or place.phase
-        for id in call.read_ids():
-            event = self._result.event(id)
-            event.read_by_forward |= place.phase in ("forward", "loss", "recompute")
-            if reader not in event.readers:
-                event.readers += (reader,)
-            if absorbed and call.facts.op not in event.absorbed_by:
-                event.absorbed_by += (call.facts.op,)
-
-    def _event(self, call: Call, place: Context, index: int, plane: Tensor, outputs: int) -> None:
-        mine = [look for a, look in call.bad if not call.list_length or -1 in (a.index, index) or a.index == index]
-        literal = self._host.behind_literal(call)
-        looks = [*mine, literal] if literal is not None else mine
-        nan_parents = frozenset().union(*(look.nan_ids for look in looks))
-        inf_parents = frozenset().union(*(look.inf_ids for look in looks))
-        found = masks(plane)
-        kind = kind_of(call, found, nan_parents, inf_parents)
-        born = kind in ("nan", "inf", "inserted")
-        event = OpEvent(
-            id=len(self._result.events) + 1,
-            time=self.time,
-            op=call.facts.op,
-            kind=kind,
-            iteration=self._rounds.iteration,
-            **place.fields(),
-            **output_fields(plane, found, self._externals.batch_size, described=born),
-            nan_parents=tuple(sorted(nan_parents)),
-            inf_parents=tuple(sorted(inf_parents)),
-            outputs=outputs,
-            inplace=call.facts.mutates,
-            carries_grad=call.task >= 0 or call.needs_grad(),
-        )
-        if born:
-            event.operands = operands(call, index, self._externals)
-            event.scalars = scalars(call)
-        self._result.events.append(event)
-        self._memory.writers.write(plane, found.bad, event.id, every=found.count == plane.numel())
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def _external(self, plane: Tensor, found: Masks) -> int:
-        """Nonfinite elements that nobody was seen writing become an event; returns its id."""
-        external = self._externals.get(plane.untyped_storage()._cdata, _offset_of_first(plane, found))
-        unseen = self._memory.who_wrote(plane)
-        event = OpEvent(
-            id=len(self._result.events) + 1,
-            time=self.time,
-            op=unseen.op if unseen else None,
-            kind="external",
-            phase=unseen.phase if unseen else None,
-            module=unseen.module if unseen else None,
-            node=None,
-            where=None,
-            iteration=self._rounds.iteration,
-            category="unobserved" if unseen else external.category if external else "constant",
-            tensor=external.name if external and not unseen else None,
-            datalike=is_datalike(plane, found),
-            **output_fields(*_whole(plane, found, external), self._externals.batch_size, described=True),
-        )
-        self._result.events.append(event)
-        return event.id
 
     # ------------------------------------------------------------------------------------------------ modules
     def on_module_begins(self, module: torch.nn.Module, args: Any) -> None:
@@ -451,17 +364,3 @@ class OpRecorder(TorchDispatchMode):
                 for plane in planes(first):
                     low, high = self._memory.scanner.extent(readable(plane))
                     self._result.magnitudes.append((self.time, name, max(abs(low), abs(high))))
-
-
-def _whole(plane: Tensor, found: Masks, external: External | None) -> tuple[Tensor, Masks]:
-    """The named tensor, whose index is asked for, in place of a view of it that holds all its bad elements."""
-    if external is None:
-        return plane, found
-    all_found = masks(external.tensor)
-    return (external.tensor, all_found) if all_found.count == found.count else (plane, found)
-
-
-def _offset_of_first(plane: Tensor, found: Masks) -> int:
-    """Where in its storage, counted in elements, the first nonfinite element of a view lies."""
-    index: list[int] = found.bad.nonzero()[0].tolist()
-    return int(plane.storage_offset()) + sum(i * stride for i, stride in zip(index, plane.stride(), strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from nantrace.flow.chronicle import Chronicle
 from nantrace.flow.record import record
 from nantrace.flow.recorder import OpRecorder
 from tests.flow.steps import Net
@@ -80,7 +81,7 @@ def test_a_failure_of_the_recorder_stops_recording_and_not_the_step(monkeypatch:
     def fails(*args: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(OpRecorder, "_event", fails)
+    monkeypatch.setattr(Chronicle, "_event", fails)
     recording = record(lambda: torch.log(torch.zeros(2)) + 1, nn.Identity())
     assert recording.returned.tolist() == [-float("inf")] * 2
     assert recording.error is None and str(recording.failure) == "broken"

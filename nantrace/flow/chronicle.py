@@ -1,0 +1,145 @@
+"""Writes what happened into the lineage: an event for each nonfinite output, and who read and absorbed it.
+
+Knows how events come about and out of what; which tensors are looked at, and when, is the recorder's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from nantrace.flow.births import is_datalike, kind_of, operands, output_fields, scalars
+from nantrace.flow.calls import Call
+from nantrace.flow.context import Context, Whereabouts
+from nantrace.flow.externals import External, Externals
+from nantrace.flow.host import HostReads
+from nantrace.flow.memory import Memory
+from nantrace.flow.rounds import Rounds
+from nantrace.flow.values import Masks, masks
+from nantrace.lineage import Lineage, OpEvent
+
+
+class Recorder(Protocol):
+    """The recorder, as the chronicle needs it."""
+
+    time: int
+
+    def lineage(self) -> Lineage: ...
+
+
+class Chronicle:
+    """Fills `Lineage.events`.
+
+    Attributes:
+        memory: what is known of each piece of memory.
+        host: which nonfinite values the step itself looked at.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        places: Whereabouts,
+        rounds: Rounds,
+        externals: Externals,
+        on_event: Callable[[OpEvent], None] | None,
+    ) -> None:
+        self.memory, self.host = Memory(self._external), HostReads()
+        self._recorder, self._lineage = recorder, recorder.lineage()
+        self._places, self._rounds, self._externals = places, rounds, externals
+        self._on_event = on_event
+
+    def record(self, call: Call, bad: list[tuple[int, Tensor]], outputs: int, finite: bool) -> None:
+        """An op read something nonfinite, or put it out.
+
+        Args:
+            call: the op, with what it read.
+            bad: planes that are not finite after it, each with its index in a list, -1 if it is in none.
+            outputs: how many tensors it put out.
+            finite: whether one of them is finite.
+        """
+        place = self._places.find(call.task, call.needs_grad, call.arguments, call.facts)
+        self._note_readers(call, place, absorbed=finite and not bad and not call.facts.host_read)
+        if call.facts.host_read:
+            self.host.remember(call)
+            return
+        for index, plane in bad:
+            self._event(call, place, index, plane, outputs)
+
+    def _note_readers(self, call: Call, place: Context, absorbed: bool) -> None:
+        reader = place.node_key or place.phase
+        for id in call.read_ids():
+            event = self._lineage.event(id)
+            event.read_by_forward |= place.phase in ("forward", "loss", "recompute")
+            if reader not in event.readers:
+                event.readers += (reader,)
+            if absorbed and call.facts.op not in event.absorbed_by:
+                event.absorbed_by += (call.facts.op,)
+
+    def _event(self, call: Call, place: Context, index: int, plane: Tensor, outputs: int) -> None:
+        mine = [look for a, look in call.bad if not call.list_length or -1 in (a.index, index) or a.index == index]
+        literal = self.host.behind_literal(call)
+        looks = [*mine, literal] if literal is not None else mine
+        nan_parents = frozenset().union(*(look.nan_ids for look in looks))
+        inf_parents = frozenset().union(*(look.inf_ids for look in looks))
+        found = masks(plane)
+        kind = kind_of(call, found, nan_parents, inf_parents)
+        born = kind in ("nan", "inf", "inserted")
+        event = OpEvent(
+            id=len(self._lineage.events) + 1,
+            time=self._recorder.time,
+            op=call.facts.op,
+            kind=kind,
+            iteration=self._rounds.iteration,
+            **place.fields(),
+            **output_fields(plane, found, self._externals.batch_size, described=born),
+            nan_parents=tuple(sorted(nan_parents)),
+            inf_parents=tuple(sorted(inf_parents)),
+            outputs=outputs,
+            inplace=call.facts.mutates,
+            carries_grad=call.task >= 0 or call.needs_grad(),
+        )
+        if born:
+            event.operands = operands(call, index, self._externals)
+            event.scalars = scalars(call)
+        self._lineage.events.append(event)
+        self.memory.blame(plane, found, event.id)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _external(self, plane: Tensor, found: Masks) -> int:
+        """Nonfinite elements that nobody was seen writing become an event; returns its id."""
+        external = self._externals.get(plane.untyped_storage()._cdata, _offset_of_first(plane, found))
+        unseen = self.memory.who_wrote(plane)
+        event = OpEvent(
+            id=len(self._lineage.events) + 1,
+            time=self._recorder.time,
+            op=unseen.op if unseen else None,
+            kind="external",
+            phase=unseen.phase if unseen else None,
+            module=unseen.module if unseen else None,
+            node=None,
+            where=None,
+            iteration=self._rounds.iteration,
+            category="unobserved" if unseen else external.category if external else "constant",
+            tensor=external.name if external and not unseen else None,
+            datalike=is_datalike(plane, found),
+            **output_fields(*_whole(plane, found, external), self._externals.batch_size, described=True),
+        )
+        self._lineage.events.append(event)
+        return event.id
+
+
+def _whole(plane: Tensor, found: Masks, external: External | None) -> tuple[Tensor, Masks]:
+    """The named tensor, whose index is asked for, in place of a view of it that holds all its bad elements."""
+    if external is None:
+        return plane, found
+    all_found = masks(external.tensor)
+    return (external.tensor, all_found) if all_found.count == found.count else (plane, found)
+
+
+def _offset_of_first(plane: Tensor, found: Masks) -> int:
+    """Where in its storage, counted in elements, the first nonfinite element of a view lies."""
+    index: list[int] = found.bad.nonzero()[0].tolist()
+    return int(plane.storage_offset()) + sum(i * stride for i, stride in zip(index, plane.stride(), strict=True))
