@@ -8,13 +8,13 @@ explain is a birth. Says nothing of faults.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from nantrace.diagnosis.backward import gradient_maker, same_gradient
 from nantrace.diagnosis.marks import reads_masks
-from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.diagnosis.seen import LARGEST, Call, Handed, Seen
 from nantrace.events import Phase, Role
 
 NAN, INF = "nan", "inf"
@@ -176,57 +176,61 @@ def _bad(seen: Seen, rows: Iterable[int], before: int) -> list[int]:
 
 def _inside(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
     """What an output of `call` was made of."""
-    calls = seen.calls(int(seen.step[row]))
-    made = _alive(seen, [calls[key] for key in call.children], row)
+    step = int(seen.step[row])
+    calls = seen.calls(step)
+    made = _alive(seen, (step, call.key), lambda: [calls[key] for key in call.children], row)
     return tuple(sorted({*_bad(seen, call.inputs, row), *made, *_state(seen, call.module, row)}))
 
 
 def _around(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
     """What an input of `call` was made of, by the code around the call."""
-    calls = seen.calls(int(seen.step[row]))
+    step = int(seen.step[row])
+    calls = seen.calls(step)
     if call.parent is None:
         return _outside(seen, row)
     around = calls[call.parent]
-    made = _alive(seen, [calls[key] for key in around.children], row)
+    made = _alive(seen, (step, around.key), lambda: [calls[key] for key in around.children], row)
     return tuple(sorted({*_bad(seen, around.inputs, row), *made, *_state(seen, around.module, row)}))
 
 
 def _outside(seen: Seen, row: int) -> tuple[int, ...]:
     """What code outside every module can have read: the batch, and what the outermost calls returned."""
     step = int(seen.step[row])
-    outermost = [call for call in seen.calls(step).values() if call.parent is None]
     batch = [int(r) for r in seen.rows(step, Role.INPUT) if seen.call[r] == 0]
-    outermost.sort(key=lambda call: call.last)
-    return tuple(sorted({*_bad(seen, batch, row), *_alive(seen, outermost, row)}))
+    made = _alive(seen, (step, None), lambda: _outermost(seen, step), row)
+    return tuple(sorted({*_bad(seen, batch, row), *made}))
 
 
-def _alive(seen: Seen, calls: list[Call], row: int) -> list[int]:
+def _outermost(seen: Seen, step: int) -> list[Call]:
+    outermost = [call for call in seen.calls(step).values() if call.parent is None]
+    return sorted(outermost, key=lambda call: call.last)
+
+
+def _alive(seen: Seen, scope: tuple[int, int | None], calls: Callable[[], list[Call]], row: int) -> list[int]:
     """Nonfinite outputs of `calls` before `row`; if any is left, without those that the next call did not get to see.
 
-    `calls` are in order of time and do not overlap. Calls in one scope mostly hand on to each other: an overflow that
-    was clamped away shows in no later input.
+    `calls` are those of one scope, named by step and enclosing call, in order of time; they do not overlap. Calls in
+    one scope mostly hand on to each other: an overflow that was clamped away shows in no later input.
     """
-    alive: list[int] = []
-    dead: list[int] = []
-    followed_by_finite = False  # whether the call after the one at hand had finite inputs
+    if scope not in seen.handed:
+        seen.handed[scope] = _handed(seen, calls())
+    outputs, last, read, finite = seen.handed[scope]
+    past = int(np.searchsorted(last, row))
+    dead = finite[:past] & (read[:past] < row)
+    alive = outputs[:past][~dead]
+    return [int(r) for r in (alive if alive.size else outputs[:past]).tolist()]
+
+
+def _handed(seen: Seen, calls: list[Call]) -> Handed:
+    """What the calls of a scope handed on: kept, since every later row of the scope asks for it."""
+    found: list[tuple[int, int, int, bool]] = []
+    read, finite = len(seen.bad), False  # the next call that has inputs: its first row, whether they were finite
     for call in reversed(calls):
-        if call.first >= row:
-            continue
-        bad_outputs, bad_inputs = _handed(seen, call)
-        if bad_outputs and call.last < row:
-            (dead if followed_by_finite else alive).extend(bad_outputs)
+        found += [(row, call.last, read, finite) for row in reversed(call.outputs) if seen.bad[row]]
         if call.inputs:
-            followed_by_finite = not bad_inputs
-    return alive or dead
-
-
-def _handed(seen: Seen, call: Call) -> tuple[tuple[int, ...], bool]:
-    """Nonfinite outputs of a call, and whether an input was nonfinite; kept, since every later row asks again."""
-    known = seen.handed.get(call.key)
-    if known is None:
-        known = tuple(row for row in call.outputs if seen.bad[row]), any(seen.bad[row] for row in call.inputs)
-        seen.handed[call.key] = known
-    return known
+            read, finite = call.first, not any(seen.bad[row] for row in call.inputs)
+    columns = np.array(found[::-1], dtype=np.int64).reshape(-1, 4)
+    return columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3].astype(bool)
 
 
 def _state(seen: Seen, module: str, row: int) -> list[int]:

@@ -28,6 +28,10 @@ LARGEST = {
     "float8_e5m2": 57344.0,
 }
 
+#: Nonfinite outputs of the calls of one scope, one element each: their rows, the last row of the call, the first row
+#: of the next call that has inputs, and whether those were all finite.
+Handed = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+
 _FORWARD_ROLES = (Role.INPUT, Role.OUTPUT)
 
 
@@ -71,7 +75,7 @@ class Seen:
     positive: npt.NDArray[np.bool_]
     negative: npt.NDArray[np.bool_]
     parents: dict[int, tuple[int, ...]] = field(default_factory=dict)  # filled by `parents.parents`
-    handed: dict[int, tuple[tuple[int, ...], bool]] = field(default_factory=dict)  # filled by `parents`, by call
+    handed: dict[tuple[int, int | None], Handed] = field(default_factory=dict)  # filled by `parents`, by scope
     misread: list[frozenset[int]] = field(default_factory=list)  # filled by `parents.misread_marks`: one entry
     _calls: dict[int, dict[int, Call]] = field(default_factory=dict)
 
