@@ -7,6 +7,8 @@ import os
 
 from nantrace.errors import ReplayError
 
+_SHOWN = 6  # candidates in a message
+
 
 def parse_target(target: str) -> tuple[str, str]:
     """The file and the name in `FILE.py:NAME`.
@@ -25,18 +27,42 @@ def parse_target(target: str) -> tuple[str, str]:
 
 
 def defines(path: str) -> str:
-    """What a file defines at its top level, read without running it: "defines step(), MODEL"."""
+    """What of a file can be a TARGET, read without running it: "defines make_step(), READY and 2 more"."""
     with open(path, "rb") as file:
         try:
             tree = ast.parse(file.read(), path)
         except (SyntaxError, ValueError):
             return "is not valid Python"
-    names = []
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            names.append(f"{node.name}()")
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [t.id for t in targets if isinstance(t, ast.Name)]
-    public = [name for name in names if not name.startswith("_")]
-    return f"defines {', '.join(public)}" if public else "defines no function and no variable"
+    names = _candidates(tree)
+    if not names:
+        return "defines no Step and no function without arguments"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"defines {', '.join(names[:_SHOWN])}{more}"
+
+
+def _candidates(tree: ast.Module) -> list[str]:
+    """Functions that can be called without arguments, then names that hold what `Step` or one of them gave."""
+    functions = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not _needs_arguments(node.args)
+    ]
+    steps = [
+        target.id
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _called(node.value) in ("Step", *functions)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    ]
+    named = dict.fromkeys([*(f"{name}()" for name in functions), *steps])
+    return [name for name in named if not name.startswith("_")]
+
+
+def _needs_arguments(arguments: ast.arguments) -> bool:
+    positional = len(arguments.posonlyargs) + len(arguments.args) > len(arguments.defaults)
+    return positional or any(default is None for default in arguments.kw_defaults)
+
+
+def _called(value: ast.expr | None) -> str | None:
+    """The last part of the name that a call calls: "Step" of `nantrace.Step(run, model)`."""
+    if not isinstance(value, ast.Call):
+        return None
+    return value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", None)

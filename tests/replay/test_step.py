@@ -80,9 +80,9 @@ def test_a_relative_target_finds_its_neighbours(script: Path, monkeypatch: pytes
     ("target", "message"),
     [
         ("nowhere.py:step", "There is no file 'nowhere.py'"),
-        ("{script}", "names no step; write {script}:NAME, where {script} defines model, learning_rate, train(), "),
+        ("{script}", "names no step; write {script}:NAME, where {script} defines make_step(), forgot(), "),
         ("{script}:", "names no step"),
-        ("{script}:stepp", "has no 'stepp'; it defines model, learning_rate, train(), make_step(), ready"),
+        ("{script}:stepp", "has no 'stepp'; it defines make_step(), forgot(), ready."),
         ("{script}:learning_rate", "is 0.1 (float); it must be a nantrace.Step or a function"),
         ("{script}:loop", "needs the arguments epochs; it must be a function without arguments"),
         ("{script}:forgot", "returned an object of type Linear; it must return nantrace.Step"),
@@ -93,6 +93,23 @@ def test_a_bad_target_is_told_in_one_sentence(script: Path, target: str, message
         load_target(target.format(script=script))
     assert message.format(script=script) in str(caught.value)
     assert "_nantrace" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("".join(f"def f{n}(): ...\n" for n in range(9)), "defines f0(), f1(), f2(), f3(), f4(), f5() and 3 more."),
+        ("x = 1\ny = [2]\ndef f(a): ...\ndef g(*, a): ...\n", "defines no Step and no function without arguments."),
+        ("def f(a=1, *b, c=2, **d): ...\nasync def g(): ...\n", "defines f()."),
+        ("import nantrace\na = nantrace.Step(print, None)\nb: object = Step(1, 2)\nc = int()\n", "defines a, b."),
+        ("_a = Step()\ndef _b(): ...\n", "defines no Step and no function without arguments."),
+    ],
+)
+def test_a_target_without_a_name_is_told_a_handful_of_names_that_could_be_one(tmp_path: Path, source: str, said: str):
+    (tmp_path / "train.py").write_text(source)
+    with pytest.raises(ReplayError) as caught:
+        load_target(str(tmp_path / "train.py"))
+    assert str(caught.value).endswith(said)
 
 
 def test_an_error_in_the_file_itself_is_the_users_own(tmp_path: Path):
