@@ -53,7 +53,7 @@ def by_module(trace: Trace) -> Verdict:
         return silent if silent is not None else Verdict("clean", evidence=evidence.clean(seen))
     blame = _first_fault(seen) or _contained(seen)
     if blame is None:
-        return _absorbed_state(seen) or Verdict("expected", evidence=evidence.expected(seen))
+        return _absorbed_state(seen) or _unread_state(seen) or Verdict("expected", evidence=evidence.expected(seen))
     return _verdict(seen, blame)
 
 
@@ -172,7 +172,7 @@ def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
 def _escape(seen: Seen, sink: int, roots: Sequence[Root]) -> Root:
     """A mark that reached the loss: the first row on its way that is no longer a mark, else where it was put in."""
     way = _way(seen, roots[0][0], sink)
-    turned = [row for row in way if not seen.mark[row]]
+    turned = [row for row in way if row != sink and not seen.mark[row]]
     return (turned[0], NAN if seen.nan[turned[0]] else INF) if turned else roots[0]
 
 
@@ -216,6 +216,17 @@ def _absorbed_state(seen: Seen) -> Verdict | None:
             said = evidence.absorbed(seen, int(row))
             return Verdict("contained", "state", cause, origin, said, evidence.advice_for_state(seen, int(row)))
     return None
+
+
+def _unread_state(seen: Seen) -> Verdict | None:
+    """State that holds NaN or +inf, in a trace in which no module was called and no gradient arrived."""
+    row = next((int(r) for r in np.flatnonzero(seen.bad & ~seen.mark) if is_external(seen, int(r))), None)
+    if row is None or seen.role[row] == Role.INPUT or seen.call.any() or _has_backward(seen):
+        return None
+    origin = _origin(seen, (row, NAN if seen.nan[row] else INF))
+    said = evidence.unread(seen, row)
+    cause = evidence.cause(seen, row, "state")
+    return Verdict("inconclusive", "state", cause, origin, said, evidence.advice_for_state(seen, row))
 
 
 def _is_read(seen: Seen, row: int) -> bool:

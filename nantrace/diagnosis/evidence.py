@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def read_rows(seen: Seen, row: int) -> list[int]:
 def cause(seen: Seen, row: int, stage: Stage | None) -> str | None:
     """A short identifier where rows of modules are enough to know it."""
     if stage == "input":
-        return "bad_input"
+        return None if suspects.finite_batch(seen, row) else "bad_input"
     if is_external(seen, row):
         return BAD_STATE[Role(int(seen.role[row]))]
     if stage == "optimizer" and nonfinite_rates(seen, row):
@@ -118,7 +118,12 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
     if call is None:
         if seen.phase[row] == Phase.BACKWARD:
             return f"The gradient that arrives at {site.module or 'the model'} is nonfinite, the loss is finite."
-        return f"{site.tensor} was nonfinite when {site.module or 'the model'} was called with it."
+        batch = (
+            "; the batch of the trace is finite: it is other data, or made by code before"
+            if suspects.finite_batch(seen, row)
+            else ""
+        )
+        return f"{site.tensor} was nonfinite when {site.module or 'the model'} was called with it{batch}."
     name = named(call.module)
     if seen.phase[row] == Phase.BACKWARD:
         outside = "" if role is Role.GRAD_INPUT else " to a module inside"
@@ -173,7 +178,7 @@ def _elsewhere(seen: Seen, row: int) -> str:
     way = "its values or a gradient through it, as a penalty does" if differentiated_before(seen, row) else "it"
     return (
         f"The gradient of {seen.name(row)} is nonfinite, though {owner} cannot have made it: its inputs, weights and "
-        f"the gradients that reached it are finite and far from overflow. Other code reads {way}."
+        f"the gradients that reached it are finite and far from overflow. Other code reads {way}, or a hook changed it."
     )
 
 
@@ -206,17 +211,40 @@ def _magnitudes(seen: Seen, row: int) -> list[str]:
 
 def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
     step = int(seen.step[row if sink is None else sink])
+    harm = reached(seen, row, step)
     if status != "contained":
-        harm = reached(seen, row, step)
         return f"It reached {harm}." if harm else ""
     if skipped(seen, step):
-        skips = [int(entry["step"]) for entry in seen.trace.steps if entry.get("skipped")]
-        stuck = len(skips) == len(seen.trace.steps) and len(skips) > 1
-        tail = " Every traced step was skipped: training stands still." if stuck else ""
-        forward = seen.phase[row] in (Phase.FORWARD, Phase.LOSS)
-        scale = " It was born before backward: no loss scale can remove it." if forward else ""
-        return f"GradScaler skipped the update of step {step}: parameters and buffers stayed finite.{scale}{tail}"
+        return _skip(seen, row, step)
+    if sink is not None:
+        return f"It reached {harm}; the optimizer was given finite gradients: they were cleared or put right before."
+    if harm:
+        return f"It reached {harm}; no loss, gradient, parameter or buffer that was seen."
     return "It reached no loss, gradient, parameter or buffer that was seen."
+
+
+def _skip(seen: Seen, row: int, step: int) -> str:
+    """What became of a step whose update a GradScaler skipped."""
+    entry = next(entry for entry in seen.trace.steps if entry.get("step") == step)
+    skips = [int(entry["step"]) for entry in seen.trace.steps if entry.get("skipped")]
+    stuck = len(skips) == len(seen.trace.steps) and len(skips) > 1
+    tail = " Every traced step was skipped: training stands still." if stuck else ""
+    attempted = int(entry.get("attempted") or 1)
+    which = f"{entry['skipped']} of the {attempted} updates" if attempted > 1 else "the update"
+    updated = seen.rows(step, Role.PARAM, Role.BUFFER, phases=[Phase.UPDATE])
+    intact = "" if any(seen.bad[r] and not seen.mark[r] for r in updated) else ": parameters and buffers stayed finite"
+    return f"GradScaler skipped {which} of step {step}{intact}.{_scaled(seen, row, entry)}{tail}"
+
+
+def _scaled(seen: Seen, row: int, entry: Mapping[str, Any]) -> str:
+    """What a lower loss scale can do about it."""
+    if seen.role[row] == Role.LOSS and not seen.nan[row]:
+        scale = entry.get("scale_before")
+        times = f" ({scale:,.6g})" if isinstance(scale, float) else ""
+        return f" What backward began with is the loss times the scale{times}: the loss itself may have been finite."
+    if seen.phase[row] in (Phase.FORWARD, Phase.LOSS):
+        return " It was born before backward: no loss scale can remove it."
+    return ""
 
 
 def _gap(seen: Seen, row: int) -> str:
@@ -231,6 +259,8 @@ def _gap(seen: Seen, row: int) -> str:
         name = named(call.module)
         hidden = f", nor what forward inside {name} may have hidden" if seen.phase[row] == Phase.BACKWARD else ""
         return f"Not seen: which op inside {name} made it{hidden}; a module trace holds no ops."
+    if suspects.came_in(seen, row) and not suspects.finite_batch(seen, row):
+        return "Not seen: whether the batch held it already or code before the call made it."
     unsure = suspects.model_unseen(seen, int(seen.step[row])) or differentiated_before(seen, row)
     return f"Not seen: which op{'' if unsure else ' outside the modules'} made it; a module trace holds no ops."
 
@@ -285,6 +315,13 @@ def _names(seen: Seen, rows: npt.NDArray[np.int64]) -> str:
     return f"{', '.join(names[:3])}{more}"
 
 
+def unread(seen: Seen, row: int) -> tuple[str, ...]:
+    return (
+        f"{seen.name(row)} was nonfinite when the trace began: {counts(seen.stats(row))}.",
+        "No call of a module and no backward was seen: whether anything reads it is unknown.",
+    )
+
+
 def absorbed(seen: Seen, row: int) -> tuple[str, ...]:
     held = counts(seen.stats(row))
     return (
@@ -315,11 +352,14 @@ def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, status:
             "Keep the running statistics of a step whose update is skipped: restore them, or normalise in float32."
         )
     if cause == "overflow":
+        narrow = f"; {name} in bfloat16 or float32 in place of {dtype}" if dtype == "float16" else ""
         found.append(
-            f"The range of the inputs of {name} in float32; {name} in bfloat16 or float32 in place of {dtype}."
+            f"The range of the inputs of {name} and of its weights{narrow}: which of them is large, since when."
         )
     elif cause == "nonfinite_learning_rate":
         found.append("Print the learning rate after each scheduler.step(): where does it become nonfinite?")
+    elif suspects.came_in(seen, row) and not suspects.finite_batch(seen, row):
+        found.append("Hand the batch to nantrace.trace(..., batch=batch): is it nonfinite before the model sees it?")
     elif stage == "optimizer":
         found.append(f"The optimizer's eps and learning rate in {dtype}: eps below the dtype's smallest value is 0.")
     elif stage == "gradients":

@@ -45,10 +45,12 @@ def _parameter_sizes(seen: Seen, step: int) -> list[tuple[float, str]]:
     """Largest finite parameter magnitude and its name: before the first step, then after each update before `step`."""
     steps = [int(s) for s in np.unique(seen.step) if s < step]
     sizes = []
+    latest: dict[str, float] = {}  # an optimizer writes its own parameters, not those of another
     before = seen.rows(steps[0], Role.PARAM, phases=[Phase.FORWARD]) if steps else np.array([], dtype=np.int64)
     for rows in [before] + [seen.rows(s, Role.PARAM, phases=[Phase.UPDATE]) for s in steps]:
         if rows.size:
-            sizes.append(max((seen.absmax(int(row)), seen.name(int(row))) for row in rows))
+            latest.update((seen.name(int(row)), seen.absmax(int(row))) for row in rows)
+            sizes.append(max((size, name) for name, size in latest.items()))
     return sizes
 
 
@@ -84,6 +86,8 @@ def _in_blocks_before(seen: Seen, row: int) -> list[int]:
     pattern = _blockless(site.module)
     rows = [int(r) for r in seen.rows(int(seen.step[row]), Role.OUTPUT, phases=[site.phase]) if r < row]
     named = [r for r in rows if seen.site(r).slot == site.slot and seen.site(r).module != site.module]
+    kind = seen.classes.get(site.module)
+    named = [r for r in named if seen.classes.get(seen.site(r).module or "") == kind]
     return [r for r in named if _blockless(seen.site(r).module or "") == pattern and not seen.bad[r]]
 
 

@@ -33,6 +33,7 @@ LARGEST = {
 Handed = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 _FORWARD_ROLES = (Role.INPUT, Role.OUTPUT)
+_NEVER_MASKS = (Role.LOSS, Role.GRAD, Role.GRAD_OUTPUT, Role.GRAD_INPUT)
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,10 @@ class Seen:
 
     @cached_property
     def mark(self) -> npt.NDArray[np.bool_]:
-        """Rows whose only nonfinite value is -inf: what masks look like."""
-        return np.asarray(self.negative & ~self.nan & ~self.positive)
+        """Rows whose only nonfinite value is -inf, as masks have it; no loss, gradient or updated state is a mask."""
+        written = (self.phase == Phase.UPDATE) & np.isin(self.role, [int(Role.PARAM), int(Role.STATE)])
+        never = np.isin(self.role, [int(role) for role in _NEVER_MASKS]) | written
+        return np.asarray(self.negative & ~self.nan & ~self.positive & ~never)
 
     @cached_property
     def classes(self) -> dict[str, str]:

@@ -62,6 +62,20 @@ def unseen_words(seen: Seen) -> str:
     return "No call of the model itself was seen: calling model.forward, or another of its methods, runs no hooks."
 
 
+def came_in(seen: Seen, row: int) -> bool:
+    """Whether `row` is an argument of a call from outside, the first of its step: the batch, or what was made of it."""
+    call = seen.call_of(row)
+    if seen.role[row] != Role.INPUT or call is None or call.parent is not None:
+        return False
+    return not any(other.last < row for other in seen.calls(int(seen.step[row])).values())
+
+
+def finite_batch(seen: Seen, row: int) -> bool:
+    """Whether the batch was handed to the trace, and found finite, though `row` came into the model nonfinite."""
+    batch = [r for r in seen.rows(int(seen.step[row]), Role.INPUT) if seen.call[r] == 0]
+    return bool(batch) and came_in(seen, row) and not any(seen.bad[r] for r in batch)
+
+
 def last_inside(seen: Seen, call: Call, row: int) -> str | None:
     """The submodule that was the last to return to the code of `call` before `row`."""
     calls = seen.calls(int(seen.step[row]))

@@ -239,3 +239,156 @@ def test_where_an_infinity_became_nan_stands_beside_where_it_was_born() -> None:
     model = Around(log_of_relu, nn.BatchNorm1d(4))
     verdict = judged(model, trained(model, torch.randn(8, 4)))
     assert [origin.module for origin in verdict.also] == ["after"]
+
+
+def test_of_two_optimizers_each_with_weights_of_another_size_none_explodes() -> None:
+    model = nn.ModuleDict({"large": nn.Linear(4, 4), "small": nn.Linear(4, 4)})
+    with torch.no_grad():
+        model["large"].weight.fill_(50.0)
+        model["small"].weight.fill_(0.01)
+    optimizers = {name: torch.optim.SGD(part.parameters(), 1e-6) for name, part in model.items()}
+
+    def step() -> None:
+        for number in range(3):
+            for name in ("small", "large"):
+                loss = model[name](torch.randn(3, 4)).mean()
+                (loss / 0 if (number, name) == (2, "large") else loss).backward()
+                optimizers[name].step()
+
+    verdict = judged(model, step)
+    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "loss", None)
+
+
+def scaled(model: nn.ModuleDict, factors: dict[str, float], scale: float) -> Callable[[], None]:
+    optimizers = [torch.optim.SGD(model[name].parameters(), 0.1) for name in factors]
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step() -> None:
+        for name, factor in factors.items():
+            scaler.scale(model[name](torch.randn(3, 4)).mean() * factor).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def test_a_scaled_loss_that_overflowed_is_not_said_to_be_beyond_the_scale() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 1)})
+    verdict = judged(model, scaled(model, {"a": 1e10}, 2.0**120))
+    assert verdict.status == "contained"
+    assert "the loss itself may have been finite" in said(verdict)
+    assert "no loss scale" not in said(verdict)
+
+
+def test_a_nan_loss_under_a_scaler_is_beyond_the_scale() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 1)})
+    verdict = judged(model, scaled(model, {"a": float("nan")}, 4.0))
+    assert verdict.status == "contained"
+    assert "no loss scale can remove it" in said(verdict)
+
+
+def test_of_two_updates_only_the_skipped_one_is_said_to_be_skipped() -> None:
+    model = nn.ModuleDict({"good": nn.Linear(4, 1), "bad": nn.Linear(4, 1)})
+    verdict = judged(model, scaled(model, {"good": 1.0, "bad": 1e38}, 1024.0))
+    assert (verdict.status, verdict.stage) == ("contained", "loss")
+    assert verdict.origin is not None and verdict.origin.tensor == "loss"
+    assert "GradScaler skipped 1 of the 2 updates of step 0: parameters and buffers stayed finite." in said(verdict)
+
+
+def test_a_loss_of_minus_infinity_is_no_mask() -> None:
+    model = nn.Sequential(nn.Linear(4, 1))
+    verdict = judged(model, trained(model, torch.randn(3, 4), lambda y: torch.log(y * 0).mean()))
+    assert (verdict.status, verdict.stage) == ("fault", "loss")
+
+
+def test_a_nonfinite_step_that_the_loop_threw_away_says_what_it_had_reached() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        for factor in (torch.inf, 1.0):
+            loss = model(torch.randn(3, 4)).mean() * factor
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = judged(model, step)
+    assert verdict.status == "contained"
+    assert "It reached the loss" in said(verdict)
+    assert "the optimizer was given finite gradients" in said(verdict)
+    assert "reached no loss" not in said(verdict)
+
+
+def test_an_evaluation_that_went_nonfinite_beside_healthy_training_says_what_it_reached() -> None:
+    model = Around(lambda x: x / (x - x) if not model.training else x, nn.Linear(4, 1))
+    step = trained(model, torch.randn(3, 4))
+
+    def train_and_evaluate() -> None:
+        step()
+        with torch.no_grad():
+            model.eval()(torch.randn(3, 4))
+
+    verdict = judged(model, train_and_evaluate)
+    assert verdict.origin is not None and (verdict.status, verdict.origin.module) == ("contained", "")
+    assert "It reached the output of the model; no loss, gradient, parameter or buffer" in said(verdict)
+
+
+def test_nonfinite_state_in_a_trace_where_nothing_ran_is_no_fault_and_not_on_purpose() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    verdict = judged(model, lambda: None)
+    assert (verdict.status, verdict.stage, verdict.cause) == ("inconclusive", "state", "bad_param")
+    assert verdict.origin is not None and verdict.origin.tensor == "weight"
+
+
+def test_a_nonfinite_argument_of_the_model_is_not_called_a_bad_batch_if_the_batch_is_finite() -> None:
+    model = nn.Linear(4, 1)
+    batch = torch.ones(3, 4)
+
+    def step() -> None:
+        model((batch - batch.mean(0)) / batch.std(0)).mean().backward()
+
+    verdict = judged(model, step, batch={"x": batch})
+    assert (verdict.status, verdict.cause) == ("fault", None)
+    assert "the batch of the trace is finite" in said(verdict)
+    unknown = judged(model, step)
+    assert (unknown.stage, unknown.cause) == ("input", "bad_input")
+    assert "whether the batch held it already" in said(unknown)
+    assert "batch=batch" in unknown.advice[0]
+
+
+def test_a_gradient_that_a_hook_made_nonfinite_is_not_blamed_on_the_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].weight.register_hook(lambda gradient: gradient / 0 * 0)
+    verdict = judged(model, trained(model, torch.randn(3, 4)))
+    assert verdict.origin is not None
+    assert (verdict.origin.module, verdict.origin.tensor) == (None, "gradient of 0.weight")
+
+
+def test_a_linear_map_whose_weight_gradient_can_overflow_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 1))
+    batch = torch.full((3, 4), 1e20)
+    verdict = judged(model, trained(model, batch, lambda y: (y - y.detach()).mean() * 1e19))
+    assert (verdict.status, verdict.stage) == ("fault", "backward")
+    assert verdict.origin is not None
+    assert (verdict.origin.module, verdict.origin.tensor) == ("0", "gradient of 0.weight")
+
+
+def test_a_module_called_several_times_is_not_blamed_for_code_between_its_calls() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(self.layer(x))
+            out: Tensor = self.layer(h / (h - h))
+            return out
+
+    model = Twice()
+    verdict = judged(model, trained(model, torch.randn(3, 4)))
+    assert verdict.origin is not None
+    assert (verdict.origin.module, verdict.origin.tensor) == ("", "layer args[0]")
