@@ -104,6 +104,22 @@ class Sink:
     guards: tuple[tuple[tuple[int, ...], bool], ...] = ()  # host reads after it: (event ids, a raw value was read)
 
 
+@dataclass(frozen=True)
+class Hyperparameter:
+    """A nonfinite number among an optimizer's settings, as it was when an update began.
+
+    `writers` are the events that wrote it, if it is a tensor.
+    """
+
+    optimizer: str  # class name
+    name: str  # key in the parameter group, with an index inside a tuple: "lr", "betas[0]"
+    group: int
+    value: float
+    iteration: int
+    time: int
+    writers: tuple[int, ...] = ()
+
+
 @dataclass
 class Lineage:
     """Everything that one op pass saw. Owned by `flow`, judged by `diagnosis.blame`.
@@ -120,6 +136,7 @@ class Lineage:
         guard_reads: (time, event ids, raw) of host reads of something computed from nonfinite values; raw: the
             nonfinite number itself was read, not a test of it.
         huge_params: (name, largest magnitude) of parameters so large before the step that a square would overflow.
+        hyperparameters: nonfinite settings that optimizers were given.
         magnitudes: (time, module, largest magnitude) of module outputs in forward, in order.
         backwards: accumulating backward passes that ended.
         ops: dispatched ops.
@@ -134,6 +151,7 @@ class Lineage:
     step_times: list[int] = dataclasses.field(default_factory=list)
     guard_reads: list[tuple[int, tuple[int, ...], bool]] = dataclasses.field(default_factory=list)
     huge_params: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    hyperparameters: list[Hyperparameter] = dataclasses.field(default_factory=list)
     magnitudes: list[tuple[int, str, float]] = dataclasses.field(default_factory=list)
     backwards: int = 0
     ops: int = 0

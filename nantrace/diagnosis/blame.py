@@ -16,7 +16,7 @@ from nantrace.diagnosis.causes import explain
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event
-from nantrace.diagnosis.origins import origin_of, step_on_path
+from nantrace.diagnosis.origins import as_read, origin_of, step_on_path
 from nantrace.diagnosis.roots import Roots
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.lineage import Lineage, OpEvent, Sink
@@ -147,6 +147,8 @@ class _Case:
         return min(given or events, key=lambda event: event.id)
 
     def _stage_of_fault(self, event: OpEvent, hit: Hit) -> Stage | None:
+        if event.id in self.roots.settings:
+            return "optimizer"
         if event.kind == "external":
             return _stage_of_external(event)
         if hit.sink.kind == "buffer" and (
@@ -247,6 +249,7 @@ class _Case:
         cause: str | None = None,
         region: tuple[str, ...] = (),
     ) -> Finding:
+        event = as_read(self.lineage, event)
         why: Explanation = explain(self.lineage, event)
         reached = self._reached(sink) if status == "fault" and sink is not None else []
         way = self.roots.path(event.id, sink) if sink is not None else []
@@ -284,7 +287,7 @@ class _Case:
             ][:1]
         found += [self.roots.event(id) for id in sorted(others)]
         unique = {_shown(e): e for e in reversed(found) if _shown(e) != _shown(event)}
-        return tuple(origin_of(e) for e in list(unique.values())[::-1][:3])
+        return tuple(origin_of(as_read(self.lineage, e)) for e in list(unique.values())[::-1][:3])
 
     def _reached(self, first: Sink) -> list[str]:
         """What the damage reached, counted."""

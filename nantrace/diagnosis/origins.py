@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from nantrace.diagnosis.causes.hyperparameters import settings_made_of
 from nantrace.diagnosis.verdict import Origin
 from nantrace.events import TensorStats
-from nantrace.lineage import OpEvent
+from nantrace.lineage import Lineage, OpEvent
+
+#: What a tensor is called that the step had from elsewhere: a file, a queue, numpy, a closure.
+UNNAMED = "a tensor from outside the step"
+
+
+def as_read(lineage: Lineage, event: OpEvent) -> OpEvent:
+    """Data from outside, placed where the step first computed with it: its line, and the iteration that it was for.
+
+    A loader runs between an update and the forward that it serves, which the count of iterations takes for the end of
+    the one before. Other events come back as they are.
+    """
+    if event.kind != "external" or event.category not in ("batch", "constant"):
+        return event
+    reader = next((e for e in lineage.events if event.id in (*e.nan_parents, *e.inf_parents) and e.where), None)
+    where = event.where or (reader.where if reader is not None else None)
+    settings = settings_made_of(lineage).get(event.id)
+    if settings:
+        name = f"{settings[0].optimizer}.param_groups[{settings[0].group}].{settings[0].name}"
+        return dataclasses.replace(event, tensor=event.tensor or name, where=where)
+    updated = max((time for time in lineage.step_times if time <= event.time), default=None)
+    begun = updated is None or any(updated < time <= event.time for time in lineage.round_times)
+    follows = any(time > event.time for time in lineage.round_times)
+    late = 0 if begun or not follows else 1
+    return dataclasses.replace(event, iteration=event.iteration + late, where=where)
 
 
 def origin_of(event: OpEvent) -> Origin:
@@ -20,7 +46,7 @@ def origin_of(event: OpEvent) -> Origin:
         module=_owner(event) if external else event.module,
         op=None if external else event.op,
         node=None if external else event.node,
-        tensor=event.tensor,
+        tensor=event.tensor or (UNNAMED if event.category == "constant" else None),
         kind=_kind(event),
         dtype=event.dtype,
         where=event.where,

@@ -5,13 +5,18 @@ Pure graph work on a `Lineage`. Which sinks count is decided in `damage`, what i
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from nantrace.diagnosis.causes.hyperparameters import settings_made_of
 from nantrace.lineage import Lineage, OpEvent, Sink
 
 #: Ops for which -inf is an ordinary input: a NaN that one of them makes out of -inf is its own doing.
 _DIGESTS_MINUS_INF = ("softmax", "logsumexp", "exp")
+#: Ops that put a number in its place without computing with it: what an optimizer masks or begins a state with.
+_PUTS = re.compile(r"full|fill|scalar_tensor|where|copy|pad|scatter|index_put|clamp")
+_UPDATES = ("optimizer", "post_backward", "update")
 
 
 class Roots:
@@ -21,6 +26,7 @@ class Roots:
         self.lineage = lineage
         self._memo: dict[tuple[int, str], frozenset[int]] = {}
         self._children: dict[int, list[int]] | None = None
+        self.settings = settings_made_of(lineage)
         self._kept = {id for sink in lineage.sinks for id, _ in sink.starts}
 
     def event(self, id: int) -> OpEvent:
@@ -77,11 +83,15 @@ class Roots:
         digests = any(name in (maker.op or "") for name in _DIGESTS_MINUS_INF)
         return self.carries_blame(root) or (self.is_bad_data(root) and not digests)
 
-    @staticmethod
-    def carries_blame(event: OpEvent) -> bool:
-        """A birth does; an infinity inserted on purpose does not; of what was there before, -inf alone is a mark."""
+    def carries_blame(self, event: OpEvent) -> bool:
+        """A birth does; an infinity inserted on purpose does not; of what was there before, -inf alone is a mark.
+
+        An update that computes with a nonfinite number does not mean to: nothing later takes a mark out again.
+        """
+        if event.id in self.settings:
+            return True
         if event.kind == "inserted":
-            return False
+            return event.phase in _UPDATES and not _PUTS.search(event.op or "")
         if event.kind == "external":
             constant = event.category == "constant"
             return (

@@ -20,7 +20,7 @@ from nantrace.flow.externals import Externals
 from nantrace.flow.links import fqn
 from nantrace.flow.rounds import Rounds
 from nantrace.flow.values import Scanner, planes, readable, tensors_in, unwrapped
-from nantrace.lineage import Lineage, Sink
+from nantrace.lineage import Hyperparameter, Lineage, Sink
 
 #: How many ops back a host read may lie for an exception to be taken as its consequence.
 _JUST_BEFORE = 50
@@ -88,6 +88,7 @@ class Sinks(StepListener):
             if self._freeze:
                 self._frozen[id(optimizer)] = [p.detach().clone() for p in _parameters(optimizer)]
             if not _skips(optimizer):
+                self._look_at_settings(optimizer)
                 self._look_at_gradients(optimizer, pending=False)
         self._rounds.in_optimizer += 1
         self._rounds.optimizer_depth = self._recorder.depth()
@@ -216,6 +217,23 @@ class Sinks(StepListener):
             self._pending.append(sink)
         return sink
 
+    def _look_at_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nonfinite learning rates and the like: as plain numbers no op shows by what name they came."""
+        for group, settings in enumerate(optimizer.param_groups):
+            for name, value in _numbers(settings):
+                writers: frozenset[int] = frozenset()
+                if isinstance(value, Tensor):
+                    known = value.numel() != 1 or self._recorder.is_known_finite(value)
+                    seen = None if known else self._recorder.look(value)
+                    if seen is None:
+                        continue
+                    writers = seen.nan_ids | seen.inf_ids
+                number = float(value)
+                if not math.isfinite(number):
+                    place = (self._rounds.iteration, self._recorder.time, tuple(sorted(writers)))
+                    found = Hyperparameter(type(optimizer).__name__, name, group, number, *place)
+                    self._lineage.hyperparameters.append(found)
+
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
@@ -253,6 +271,17 @@ def _largest_norm(group: list[Tensor]) -> float:
         return largest
     norms = [torch.linalg.vector_norm(plane, dtype=torch.float64) for plane in group]
     return torch.stack(norms).max().item()
+
+
+def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float | Tensor]]:
+    """The floating-point settings of a parameter group, with an index inside a tuple: "betas[0]"."""
+    for name, value in settings.items():
+        if name == "params":
+            continue
+        several = isinstance(value, (tuple, list))
+        for index, item in enumerate(value if several else (value,)):
+            if isinstance(item, float) or (isinstance(item, Tensor) and item.is_floating_point()):
+                yield f"{name}[{index}]" if several else name, item
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

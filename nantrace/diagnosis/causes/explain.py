@@ -8,6 +8,7 @@ from nantrace.diagnosis.causes import (
     arithmetic,
     external,
     functions,
+    hyperparameters,
     linalg,
     losses,
     normalization,
@@ -103,6 +104,9 @@ def explain(lineage: Lineage, event: OpEvent) -> Explanation:
 
 
 def _first_answer(lineage: Lineage, event: OpEvent) -> Explanation:
+    number = hyperparameters.nonfinite_number(lineage, event)
+    if number is not None:
+        return number
     if event.kind == "external":
         return external.external(lineage, event)
     if event.kind == "uninit":

@@ -34,6 +34,8 @@ CAUSES: dict[str, str] = {
     "eps_underflow": "The eps that protects a division is too small for the dtype.",
     "degenerate_spectrum": "The gradient of a spectral decomposition met equal eigenvalues or singular values.",
     "singular_matrix": "A linear solve, inverse, determinant or factorisation met a singular matrix.",
+    "nonfinite_learning_rate": "The optimizer was given a learning rate that was infinite or NaN.",
+    "nonfinite_hyperparameter": "An update computed with a plain number that was infinite or NaN.",
     "bad_input": "The batch held nonfinite values before the step.",
     "bad_constant": "A tensor that the step brought along held nonfinite values.",
     "bad_param": "A parameter was nonfinite before the step.",
