@@ -33,10 +33,12 @@ class Externals:
         self._known: dict[int, list[External]] = {}  # several that share a storage: the last named first
         self.parameters: dict[int, str] = {}  # id(parameter) -> name
         self._foreign: set[int] = set()
+        self._sized_by_arguments = False
         for path, tensor in tensors_in(batch, "batch"):
             self.add("batch", path, tensor)
         self._add_module(model, "")
         self.batch_size = _batch_size(batch)
+        self._sized_by_arguments = self.batch_size is None
 
     def _add_module(self, module: torch.nn.Module, prefix: str) -> None:
         for name, buffer in module.named_buffers():
@@ -49,6 +51,8 @@ class Externals:
         """Name a tensor's storage. A later name replaces an earlier one unless `keep_first`."""
         if torch.nn.parameter.is_lazy(tensor):
             return  # a lazy module's: no memory yet
+        if category == "batch" and self._sized_by_arguments and name == "args[0]":
+            self.batch_size = tensor.shape[0] if tensor.dim() else None  # of a batch that nobody handed over
         for plane in planes(tensor):
             key = plane.untyped_storage()._cdata
             if not (keep_first and key in self._known):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
@@ -21,6 +22,7 @@ from nantrace.capture import lifecycle
 from nantrace.capture.sites import INNER, plain_name
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _OWN = os.path.dirname(os.path.abspath(nantrace.__file__)) + os.sep
 _ENGINE = "nantrace_backward"  # lifecycle's wrapper of the engine: no user code lies between it and an autograd node
 #: How many unlinked numbers before an op's own can still be its clones and nodes.
@@ -67,7 +69,7 @@ class Frames:
         return f"<{type(module).__name__}>" if name is None else name
 
     def user(self) -> FrameType | None:
-        """The innermost frame that is neither PyTorch's nor ours; None if the engine comes first."""
+        """The innermost frame that is neither PyTorch's, Python's own nor ours; None if the engine comes first."""
         frame: FrameType | None = sys._getframe(1)
         codes = self._codes
         while frame is not None:
@@ -99,7 +101,8 @@ def _classify(code: CodeType) -> int:
     if name.startswith(_OWN):
         return 2 if code.co_name == _ENGINE and name == lifecycle.__file__ else 1
     generated = name.startswith("<") and not name.startswith(("<stdin", "<ipython", "<string"))
-    return 1 if generated or name.startswith(_TORCH) else 0
+    standard = name.startswith(_STANDARD) and "-packages" not in name  # threads, queues, decorators: nobody's model
+    return 1 if generated or standard or name.startswith(_TORCH) else 0
 
 
 def _method_codes(model: torch.nn.Module) -> Mapping[int, CodeType]:
