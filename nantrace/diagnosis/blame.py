@@ -15,7 +15,7 @@ from nantrace.diagnosis import harmless
 from nantrace.diagnosis.causes import explain
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event
+from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event, is_bad_unscaled
 from nantrace.diagnosis.origins import as_read, origin_of, step_on_path
 from nantrace.diagnosis.roots import Roots
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
@@ -104,6 +104,8 @@ class _Case:
     # ------------------------------------------------------------------------------------------------ fault
     def _fault(self) -> Finding:
         hit = self.damage.faults[0]
+        if hit.sink.excuse == "skip":
+            self.evidence.append(_stands_still(self.damage.standstill))
         sufficient = self._sufficient(hit)
         event = self._earliest(sufficient)
         stage = self._stage_of_fault(event, hit)
@@ -219,6 +221,11 @@ class _Case:
             self.evidence.append("With every update undone the value is not born: the updates before it made it.")
             return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
         self.evidence += [_excuse(hit.sink)] if hit else self._where_it_ended(event)
+        if hit and is_bad_unscaled(self.roots, hit):
+            self.evidence.append(
+                "The loss was nonfinite before it was scaled, so no lower scale helps: if later iterations fail in the "
+                "same way, every update is skipped and training stands still."
+            )
         stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
         others = frozenset(e.id for e in births) - {event.id} - frozenset(self.roots.descendants(event.id))
         return self._say("contained", stage, event, hit.sink if hit else None, others=others)
@@ -368,6 +375,14 @@ def _named(sink: Sink) -> str:
     if sink.kind == "loss":
         return "the loss" if sink.name == "loss" else sink.name
     return sink.name if sink.kind == "state" else f"{_WORDS.get(sink.kind, sink.kind)} {sink.name}"
+
+
+def _stands_still(iterations: list[int]) -> str:
+    return (
+        f"In iterations {iterations[0]} to {iterations[-1]} the loss was nonfinite before it was scaled, and the "
+        f"gradient scaler skipped all {len(iterations)} updates: training stands still, and lowering the scale cannot "
+        "change that."
+    )
 
 
 def _excuse(sink: Sink) -> str:

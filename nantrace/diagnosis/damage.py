@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from nantrace.diagnosis.roots import Roots
 from nantrace.lineage import Lineage, OpEvent, Sink
 
+#: What a gradient scaler does to a loss.
+_SCALING = ("aten.mul", "aten.mul_")
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -29,12 +32,15 @@ class Damage:
         contained: reached, and excused.
         escaped: hold a nonfinite value that nothing but an infinity inserted on purpose explains.
         births: births that could be seen, whether or not a sink holds them.
+        standstill: the last iterations, if a scaler skipped each of them over a loss that was nonfinite before it was
+            scaled; empty unless there are several.
     """
 
     faults: list[Hit] = field(default_factory=list)
     contained: list[Hit] = field(default_factory=list)
     escaped: list[Sink] = field(default_factory=list)
     births: list[OpEvent] = field(default_factory=list)
+    standstill: list[int] = field(default_factory=list)
 
 
 def damage(lineage: Lineage, roots: Roots) -> Damage:
@@ -58,10 +64,43 @@ def damage(lineage: Lineage, roots: Roots) -> Damage:
             sink = replace(sink, excuse="skip")  # it only lies in .grad; another optimizer's step went on meanwhile
         hits = soft if sink.excuse == "soft" else result.contained if sink.excuse else result.faults
         hits.append(Hit(sink, real))
+    result.standstill.extend(_standstill(lineage, roots, result.contained))
+    kept = [hit for hit in result.contained if hit.sink.kind == "loss" and hit.sink.iteration in result.standstill]
+    result.faults.extend(hit for hit in kept if is_bad_unscaled(roots, hit))
+    result.faults.sort(key=lambda hit: hit.sink.time)
     if result.faults:  # then a differentiated value may be the earlier witness
         result.faults.extend(soft)
         result.faults.sort(key=lambda hit: hit.sink.time)
     return result
+
+
+def _standstill(lineage: Lineage, roots: Roots, contained: list[Hit]) -> list[int]:
+    """Iterations since the last update, if each was skipped, over a loss that no scale can make finite.
+
+    One such skip is what a scaler is for. Of several in a row nothing was learnt, and lowering the scale, which is all
+    that a scaler does about it, changes nothing. Two optimizers that skip once each are one bad batch, not a row.
+    """
+    updates = [number for number, _, _, time in lineage.growth if time in lineage.step_times]
+    last = sorted({number for number in lineage.skipped_iterations if number > max(updates, default=0)})
+    bad = {hit.sink.iteration for hit in contained if is_bad_unscaled(roots, hit)}
+    skipped = [
+        (hit.sink.name, hit.sink.iteration)
+        for hit in contained
+        if hit.sink.kind == "grad" and hit.sink.excuse == "skip" and not hit.sink.left
+    ]
+    rounds: dict[str, set[int]] = {}
+    for name, number in skipped:
+        rounds.setdefault(name, set()).add(number)
+    again = any(len(numbers.intersection(last)) > 1 for numbers in rounds.values())
+    return last if len(last) > 1 and bad.issuperset(last) and again else []
+
+
+def is_bad_unscaled(roots: Roots, hit: Hit) -> bool:
+    """Whether a loss that a scaler's skip excused was nonfinite before the product with the scale."""
+    if hit.sink.kind != "loss" or hit.sink.excuse != "skip":
+        return False
+    ends = {id for id, _ in hit.sink.starts}
+    return any(id not in ends or (roots.event(id).op or "") not in _SCALING for id in hit.roots)
 
 
 def _guarded(lineage: Lineage, roots: Roots, sink: Sink, found: frozenset[int]) -> Sink:
