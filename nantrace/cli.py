@@ -1,4 +1,4 @@
-"""The command line: `nantrace report`, `info`, `diff`, `bisect`. Knows the commands and their options.
+"""The command line: `nantrace report`, `info`, `diff`, `export`, `bisect`. Knows the commands and their options.
 
 Exit codes: 0 done; 1 with `--exit-code` and a fault (of `diff`, a difference); 2 usage; 3 a `NantraceError`, output
 that cannot be written, or a file or step of the user's that raised or left before anything was found; 130 interrupted.
@@ -92,6 +92,31 @@ def diff(a: str, b: str, rtol: float | None, atol: float | None, as_json: bool, 
             (note if as_json else _print)(f"Next: {command}")
         if exit_code and not found.same:
             sys.exit(FAULT)
+
+
+@main.command()
+@click.argument("trace", type=click.Path())
+@click.option(
+    "--to",
+    "form",
+    required=True,
+    type=click.Choice(["csv", "parquet", "tensorboard", "chrome-trace"]),
+    help="What to write.",
+)
+@click.option("-o", "--output", type=click.Path(), help="Where; beside the trace if left out. Nothing is replaced.")
+def export(trace: str, form: Any, output: str | None) -> None:
+    """Write a TRACE for other tools: a table (csv, parquet), curves (tensorboard), or its order (chrome-trace)."""
+    with sentences():
+        from nantrace.api import load
+        from nantrace.export.export import default_path
+        from nantrace.export.export import export as write
+
+        target = default_path(trace, form) if output is None else output
+        loaded = load(trace)
+        with writing(target):
+            made = write(loaded, form, target)
+        note(f"Wrote {made.path}: {made.written}.")
+        note(f"Next: {shlex.join(made.command or ('nantrace', 'report', trace))}")
 
 
 @main.command(context_settings={"ignore_unknown_options": False})

@@ -91,6 +91,8 @@ def writing(what: str) -> Iterator[None]:
     """`OSError`s of an output become a sentence that names it."""
     try:
         yield
+    except NantraceError:  # a sentence already, though some are `OSError`s too
+        raise
     except OSError as error:
         fail(f"{what} cannot be written ({error.strerror}): choose another place for it.")
 
