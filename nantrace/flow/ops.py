@@ -44,15 +44,19 @@ class OpFacts:
         host_read: its result is a Python number.
         listwise: element i of every list argument belongs together (`_foreach_*`, `_fused_*`).
         announces: writes nothing that its schema does not say.
+        writes_self: writes into its first argument, one tensor, into nothing else, and returns it.
+        simple: puts out one tensor, either new or the `self` it wrote into, and writes nothing else.
+        func: the op itself; holding it keeps its id its own.
     """
 
     __slots__ = (
-        "announces", "arguments", "host_read", "listwise", "maybe_view", "mutates", "op", "position", "reads",
-        "unwritten", "view", "writes",
+        "announces", "arguments", "func", "host_read", "listwise", "maybe_view", "mutates", "op", "position", "reads",
+        "simple", "unwritten", "view", "writes", "writes_self",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
+        self.func = func
         name: str = schema.name
         self.op = name.replace("::", ".")
         self.arguments = tuple(argument.name for argument in schema.arguments)
@@ -70,3 +74,10 @@ class OpFacts:
         self.host_read = name in _HOST_READS
         self.listwise = "_foreach_" in name or "_fused_" in name
         self.announces = name.startswith(_ANNOUNCING) and "batch_norm" not in name
+        single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+        self.writes_self = single and sum(self.writes) == 1 and self.writes[0] and _is_tensor(schema.arguments[0])
+        self.simple = single and self.announces and not self.maybe_view and (not self.mutates or self.writes_self)
+
+
+def _is_tensor(argument: Any) -> bool:
+    return str(argument.type) == "Tensor"
