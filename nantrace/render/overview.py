@@ -10,16 +10,17 @@ from nantrace.events import Trace
 from nantrace.render.cells import harmless, table, wrap
 
 _SHOWN = 20  # steps
+LEDGER_HEAD = ("step", "events", "loss", "lr", "scale", "update")
 
 
 def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
     """The lines that `nantrace info` prints, at most `width` columns wide but for the command."""
     lines: list[str] = []
-    for label, value in _facts(trace):
+    for label, value in facts_of_trace(trace):
         lines += wrap(harmless(value, ascii), width, 14, f"{label:<14}")
     if trace.steps:
         lines += ["", *_steps(trace, width, ascii)]
-    notes = _notes(trace)
+    notes = notes_of(trace)
     if notes:
         lines += ["", "Not observed:"]
         for note in notes:
@@ -28,7 +29,8 @@ def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _facts(trace: Trace) -> list[tuple[str, str]]:
+def facts_of_trace(trace: Trace) -> list[tuple[str, str]]:
+    """What the trace covers and what it was made with: (label, value)."""
     bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
     facts = [
         ("trace", trace.path or "in memory"),
@@ -53,15 +55,15 @@ def _state(trace: Trace) -> str:
 
 
 def _steps(trace: Trace, width: int, ascii_only: bool) -> list[str]:
-    head = ["step", "events", "loss", "lr", "scale", "update"]
     shown = trace.steps[:_SHOWN]
-    rows = [[harmless(cell, ascii_only) for cell in _step(step)] for step in shown]
-    lines = table([head, *rows], [True, True, True, True, True, False], width, [3], ascii_only)
+    rows = [[harmless(cell, ascii_only) for cell in ledger_cells(step)] for step in shown]
+    lines = table([list(LEDGER_HEAD), *rows], [True, True, True, True, True, False], width, [3], ascii_only)
     hidden = len(trace.steps) - len(shown)
     return lines + ([f"and {hidden:,} more"] if hidden else [])
 
 
-def _step(step: Mapping[str, Any]) -> list[str]:
+def ledger_cells(step: Mapping[str, Any]) -> list[str]:
+    """One step of the ledger, a cell for each word of `LEDGER_HEAD`."""
     skipped, committed = step.get("skipped") or 0, step.get("committed")
     update = (
         "skipped"
@@ -90,7 +92,8 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _notes(trace: Trace) -> list[str]:
+def notes_of(trace: Trace) -> list[str]:
+    """What was not observed, each note once."""
     notes: dict[str, None] = {}
     for step in trace.steps:
         for note in step.get("notes") or ():

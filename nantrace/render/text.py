@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import Phase, Role, Site, Trace
+from nantrace.events import Trace
+from nantrace.render.around import rows_around
 from nantrace.render.cells import columns, harmless, shorten, table, wrap
 from nantrace.render.wording import (
     evidence,
     facts_of,
     header_words,
     headline,
-    module_of,
     place_of,
     place_words,
     plural,
-    rows_of_path,
     way_of,
 )
 
 _STYLES = {"fault": "1;31", "contained": "1;33", "inconclusive": "1;33", "not_reproduced": "1;33"}
-_AROUND = 3  # rows of the table on each side of the culprit
 _ADVICE = "Check next: "
 _READABLE = 100  # columns of a sentence on a wider page
 _BISECT = "nantrace bisect FILE.py:step"
 _HOW = "Which op made it, on which line: let step() in FILE.py return nantrace.Step(run, model, batch), then bisect it."
 
 #: The table of rows: which columns stand at the right, which give way where the page is narrow, which are left out.
-_HEAD = ("", "step", "#", "module", "phase", "role", "dtype", "absmax", "nan", "inf")
 _RIGHT = (False, True, True, False, False, False, False, True, True, True)
 _SHRINK, _DROP = (3, 5, 4), (6, 4, 1, 7)
 
@@ -130,68 +125,10 @@ def _first_nonfinite(page: _Page, verdict: Verdict, origin: Origin) -> None:
 
 
 def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
-    """The rows around the culprit, and those of the path from it."""
-    path = rows_of_path(trace, verdict)
-    if not path:
-        return
-    culprit = path[0]
-    shown = sorted({*_earlier(trace, culprit), *_neighbours(trace, culprit), *path[:_AROUND]})
-    page.gap()
-    rows = [list(_HEAD), *(_cells(trace, row, row == culprit) for row in shown)]
-    if len({row[1] for row in rows[1:]}) == 1:  # one step: it is said above
-        rows = [[row[0], "", *row[2:]] for row in rows]
-    page.table(rows, 1 + shown.index(culprit))
-
-
-def _earlier(trace: Trace, culprit: int) -> list[int]:
-    """The latest row of the same site in an earlier step: how large it was when all was well."""
-    earlier = trace.events[:culprit]
-    same = (earlier["site"] == trace.events["site"][culprit]) & (earlier["step"] < trace.events["step"][culprit])
-    return [int(row) for row in np.flatnonzero(same)[-1:]]
-
-
-def _neighbours(trace: Trace, culprit: int) -> Iterable[int]:
-    """Rows before and after of the same step that pair with the culprit's phase, gradients and outputs before state."""
-    site = trace.site(trace.events[culprit])
-    step = trace.events["step"][culprit]
-    roles = {Role.OUTPUT, Role.LOSS, site.role} if site.phase is not Phase.BACKWARD else set(Role)
-    wanted = [row for row in range(max(culprit - 400, 0), min(culprit + 400, len(trace)))]
-    kept = [
-        row
-        for row in wanted
-        if row == culprit or (trace.events["step"][row] == step and trace.site(trace.events[row]).role in roles)
-    ]
-    place = kept.index(culprit)
-    return kept[max(place - _AROUND, 0) : place + _AROUND + 1]
-
-
-def _cells(trace: Trace, row: int, culprit: bool) -> list[str]:
-    event = trace.events[row]
-    site = trace.site(event)
-    infinite = int(event["posinf"]) + int(event["neginf"])
-    low, high = float(event["min"]), float(event["max"])
-    size = "." if np.isnan(low) or np.isnan(high) else f"{max(abs(low), abs(high)):.2e}"
-    nan = f"{int(event['nan']):,}" if event["nan"] else "."
-    return [
-        ">" if culprit else "",
-        f"{int(event['step'])}",
-        f"{int(event['seq'])}",
-        module_of(site),
-        site.phase.label,
-        site.op if site.op is not None else f"{site.role.label}{_part(site)}",
-        site.dtype,
-        size,
-        nan,
-        f"{infinite:,}" if infinite else ".",
-    ]
-
-
-def _part(site: Site) -> str:
-    """What of a slot its role does not say: "output[0].logits" is "[0].logits", "kwargs.mask" stays, apart."""
-    if site.role in (Role.PARAM, Role.BUFFER, Role.GRAD, Role.STATE, Role.LOSS) or site.module is None:
-        return ""
-    rest = site.slot.removeprefix("output").removeprefix("args")
-    return rest if rest.startswith(("[", ".")) or not rest else f" {rest}"
+    rows, marked = rows_around(trace, verdict)
+    if rows:
+        page.gap()
+        page.table(rows, marked)
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:

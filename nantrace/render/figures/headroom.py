@@ -11,7 +11,8 @@ import numpy.typing as npt
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.figures.births import births
-from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, headroom, nonfinite, plural, steps_of
+from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, headroom, nonfinite, steps_of
+from nantrace.render.wording import plural
 
 MOST_MODULES, MOST_STEPS = 40, 120
 _TOO_FEW = 10  # groups of modules: then the next level is cut into bands instead

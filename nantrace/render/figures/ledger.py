@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from nantrace.events import Phase, Role, Trace
-from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, largest, nonfinite, plural, steps_of
+from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, largest, nonfinite, steps_of
+from nantrace.render.wording import plural
 
 MOST_POINTS = 400
 

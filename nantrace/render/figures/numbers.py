@@ -75,7 +75,3 @@ def cut(count: int, most: int) -> Rows:
     """Where at most `most` equal pieces of `count` things begin."""
     size = max(-(-count // most), 1)
     return np.arange(0, count, size)
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
-from nantrace.render.figures.numbers import plural
+from nantrace.render.wording import plural
 
 MOST_STOPS = 24
 _OUTSIDE = "(outside the modules)"
