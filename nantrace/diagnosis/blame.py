@@ -158,8 +158,8 @@ class _Case:
         ):
             if event.iteration not in self.lineage.skipped_iterations:  # a scaler's skip is told by the explanation
                 self.evidence.append(
-                    f"The update of iteration {event.iteration} was left out; buffer {hit.sink.name} kept what forward "
-                    "had written into it."
+                    f"The update of iteration {event.iteration - 1} was left out; buffer {hit.sink.name} kept what "
+                    "forward had written into it."
                 )
             return "update"
         if self._born_of_updates(event):
@@ -305,7 +305,7 @@ class _Case:
             if (n := sum(1 for k, _ in held if k == kind))
         ]
         loss = ["the loss"] if any(k == "loss" for k, _ in held) else []
-        said = f"It reached {_named(first)} in iteration {first.iteration}"
+        said = f"It reached {_named(first)} in iteration {first.iteration - 1}"
         sound = (
             " No loss came out nonfinite." if counts and not any(s.kind == "loss" for s in self.lineage.sinks) else ""
         )
@@ -378,8 +378,9 @@ def _named(sink: Sink) -> str:
 
 
 def _stands_still(iterations: list[int]) -> str:
+    first, last = iterations[0] - 1, iterations[-1] - 1  # told from 0
     return (
-        f"In iterations {iterations[0]} to {iterations[-1]} the loss was nonfinite before it was scaled, and the "
+        f"In iterations {first} to {last} the loss was nonfinite before it was scaled, and the "
         f"gradient scaler skipped all {len(iterations)} updates: training stands still, and lowering the scale cannot "
         "change that."
     )
@@ -392,4 +393,4 @@ def _excuse(sink: Sink) -> str:
         "returned": "it was only returned, after training was done",
         "soft": "it was only differentiated, not trained on",
     }
-    return f"It reached {_named(sink)} in iteration {sink.iteration}, but {why[sink.excuse or 'skip']}."
+    return f"It reached {_named(sink)} in iteration {sink.iteration - 1}, but {why[sink.excuse or 'skip']}."

@@ -53,7 +53,7 @@ def two_optimizers(iterations: int) -> Callable[[], None]:
 def test_a_bad_loss_in_every_iteration_is_a_fault() -> None:
     verdict = judged([True] * 4)
     assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "loss", "log_of_zero")
-    assert "In iterations 1 to 4 the loss was nonfinite before it was scaled" in " ".join(verdict.evidence)
+    assert "In iterations 0 to 3 the loss was nonfinite before it was scaled" in " ".join(verdict.evidence)
     assert "training stands still" in " ".join(verdict.evidence)
 
 

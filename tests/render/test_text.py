@@ -195,7 +195,7 @@ def test_a_tensor_that_was_bad_from_the_start_has_no_phase() -> None:
 
 def test_an_op_of_a_later_iteration_counts_like_the_sentences_about_it() -> None:
     origin = dataclasses.replace(bisected().origin or Origin(), step=3)
-    assert "FIRST NONFINITE   iteration 4   backward" in text(None, dataclasses.replace(bisected(), origin=origin))
+    assert "FIRST NONFINITE   iteration 3   backward" in text(None, dataclasses.replace(bisected(), origin=origin))
 
 
 def test_a_shape_is_not_torn_from_its_dtype() -> None:

@@ -70,7 +70,7 @@ def held(event: OpEvent, what: str) -> str:
     bad = counts(event.nan, event.posinf, event.neginf)
     return (
         f"{name} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} before "
-        f"{'the step' if event.iteration <= 1 else f'iteration {event.iteration} read it'}{at}."
+        f"{'the step' if event.iteration <= 1 else f'iteration {event.iteration - 1} read it'}{at}."
     )
 
 

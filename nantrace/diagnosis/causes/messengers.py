@@ -136,7 +136,7 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
     facts = tuple(f"{name} was updated all the same: an optimizer stepped outside the scaler." for name in outside[:1])
     later = [iteration for iteration, *_ in lineage.growth if iteration > max(lineage.skipped_iterations)]
     if later and not outside:
-        seen += f" From iteration {min(later)} on updates were taken again."
+        seen += f" From iteration {min(later) - 1} on updates were taken again."
     if not in_backward(event) and event.phase not in ("recompute", "post_backward"):
         fact = "The value was born in forward, which the loss scale does not touch: no scale makes it finite."
         return _put_first(found, (*facts, seen, fact), ())
