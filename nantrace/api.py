@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
-from nantrace.diagnosis.difference import Difference, compare
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.report import Report
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from nantrace.capture.tracer import Tracer
+    from nantrace.diagnosis.difference import Difference
     from nantrace.replay.step import Step
 
 __all__ = ["bisect", "diagnose", "diff", "load", "report", "trace"]
@@ -202,6 +202,8 @@ def diff(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None = 
         if not isinstance(given, Trace):
             kind = type(given).__name__
             raise TypeError(f"diff got a {kind}: pass two Traces (nantrace.load(path), tracer.trace).")
+    from nantrace.diagnosis.difference import compare  # a report needs none of it
+
     return compare(a, b, rtol=rtol, atol=atol)
 
 
