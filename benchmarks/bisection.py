@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nantrace.replay.bisect import MOST_MODULES, bisect
+from nantrace.replay.bisect import bisect
 from nantrace.replay.step import Step
 
 RESULTS = Path(__file__).parent / "results" / "bisection-cpu.csv"
@@ -86,7 +86,7 @@ def measure(name: str, model: nn.Module, batch: Tensor, repetitions: int) -> dic
     return {
         "model": name,
         "modules": modules,
-        "ops_watched": "all" if modules <= MOST_MODULES else "of one region",
+        "ops_watched": "of one region" if any("Not every op" in said for said in verdict.evidence) else "all",
         "status": verdict.status,
         "op": verdict.origin.op if verdict.origin else None,
         "replays": verdict.replays,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 from nantrace.diagnosis.by_module import by_module
 from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict
@@ -15,8 +18,9 @@ def diagnose(trace: Trace) -> Verdict:
         trace: what `nantrace.trace` recorded or `nantrace.load` read. It is not changed.
 
     Returns:
-        The verdict. A trace with a lineage (ops) is judged op by op. Without one the verdict names a module, and
-        says in `evidence` what rows of modules cannot show. A trace that was cut short says so, and is not clean.
+        The verdict. One that a bisection stored in the trace stands. A trace with a lineage (ops) is judged op by op.
+        Without one the verdict names a module, and says in `evidence` what rows of modules cannot show. A trace that
+        was cut short says so, and is not clean.
 
     Raises:
         TypeError: `trace` is not a trace.
@@ -28,7 +32,21 @@ def diagnose(trace: Trace) -> Verdict:
     taken_out = [by for by in (trace.narrowed.by if trace.narrowed else ()) if not by.startswith("step ")]
     if taken_out:
         raise ValueError(f"the trace was narrowed by {taken_out[0]}, which hides causes: diagnose the whole trace.")
-    return limited(_by_what_it_holds(trace), trace)
+    found = _stored(trace)
+    return found if found is not None else limited(_by_what_it_holds(trace), trace)
+
+
+def _stored(trace: Trace) -> Verdict | None:
+    """What a bisection found and put beside the trace; it had replays that the trace does not hold."""
+    plain = trace.meta.get("verdict")
+    if not isinstance(plain, Mapping):
+        return None
+    try:
+        verdict = Verdict.from_dict(plain)
+    except ValueError:
+        return None
+    said = f"nantrace bisect came to this verdict in {verdict.replays:,} replays; this trace holds the last of them."
+    return dataclasses.replace(verdict, evidence=(*verdict.evidence, said))
 
 
 def _by_what_it_holds(trace: Trace) -> Verdict:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Status = Literal["fault", "contained", "expected", "clean", "not_reproduced", "inconclusive"]
 Stage = Literal["input", "state", "forward", "loss", "backward", "gradients", "optimizer", "update"]
@@ -75,11 +76,57 @@ class Verdict:
     replays: int = 0
     region: tuple[str, ...] = ()
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Named, not imported: judging never loads rendering, only a cell that shows it does."""
+        shown: str = importlib.import_module("nantrace.render.html").cell(None, self)
+        return shown
+
     def to_dict(self) -> dict[str, Any]:
         """Strict JSON types only; a nonfinite float becomes {"finite": false, "value": "nan" | "inf" | "-inf"}."""
         found = plain(self)
         assert isinstance(found, dict)
         return found
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Verdict:
+        """The verdict that `to_dict` worded. Fields it does not know are ignored, absent ones take their default.
+
+        Raises:
+            ValueError: it has no status that a verdict can have, or a field of another kind.
+        """
+        if given.get("status") not in get_args(Status) or given.get("stage") not in (None, *get_args(Stage)):
+            raise ValueError(f"no verdict has status {given.get('status')!r} and stage {given.get('stage')!r}")
+        try:
+            known = _known(cls, given)
+            known["origin"] = None if known.get("origin") is None else _origin(known["origin"])
+            known["also"] = tuple(_origin(each) for each in known.get("also", ()))
+            return cls(**_with_tuples(known))
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a field of the verdict is of another kind ({error})") from error
+
+
+def _known(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}
+
+
+def _origin(given: Mapping[str, Any]) -> Origin:
+    from nantrace.events import TensorStats
+    from nantrace.lineage import Operand
+
+    known = _known(Origin, given)
+    output = known.get("output")
+    known["output"] = TensorStats(**_known(TensorStats, output)) if isinstance(output, Mapping) else output
+    known["inputs"] = tuple(_operand(Operand, each) for each in known.get("inputs", ()))
+    return Origin(**_with_tuples(known))
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _operand(kind: Any, given: Any) -> Any:
+    return kind(**_known(kind, given)) if isinstance(given, Mapping) and "name" in given else given
 
 
 def plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import warnings
 
 import torch
 
+from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.replay.ends import Ends, describe
 from nantrace.replay.replays import Replays, called
 
@@ -30,7 +31,7 @@ def anomaly_evidence(replays: Replays, first: Ends) -> tuple[str, ...]:
         return ("detect_anomaly was not run: no replay was left.",)
     with replays.one("under detect_anomaly") as listener, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with torch.compiler.set_stance("force_eager"), torch.autograd.detect_anomaly(check_nan=True):
+        with eager_instead_of_compiled(), torch.autograd.detect_anomaly(check_nan=True):
             returned, error = called(replays.step)
         listener.ended(returned, error)
     stopped = _NODE.search(str(error)) if error is not None else None

@@ -1,7 +1,7 @@
 """Replays a step until the op is found in which its first harmful nonfinite value was born.
 
 Replay 1 looks at the ends alone: does the step fail, and in which part? Then every op is watched at once, which is the
-quickest narrowing there is for all but the largest models; those are narrowed module by module first. What one run
+quickest narrowing there is unless the step has very many ops; then it is narrowed module by module first. What one run
 cannot settle, `diagnosis.blame` asks further replays for. The last replay runs without probes: the failure explained
 must be the failure that happens.
 """
@@ -20,17 +20,15 @@ from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.flow.record import Recording
 from nantrace.lineage import Lineage
+from nantrace.replay.afford import in_words, is_affordable
 from nantrace.replay.anomaly import anomaly_evidence
-from nantrace.replay.coarse import inside, modules_of, narrow_forward, tree_of
+from nantrace.replay.coarse import as_called, inside, modules_of, narrow_forward, tree_of
 from nantrace.replay.compare import difference
 from nantrace.replay.confirm import Runs, confirmed, needs_confirmation, region_of
 from nantrace.replay.ends import Ends
 from nantrace.replay.replays import Replays
 from nantrace.replay.step import Step
-from nantrace.replay.written import refuse_taken, traced
-
-#: Models with more modules are narrowed module by module before their ops are watched.
-MOST_MODULES = 4096
+from nantrace.replay.written import keep_verdict, refuse_taken, traced
 
 _SHOWN = 4
 
@@ -103,14 +101,25 @@ def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike
         last = replays.plain("the ends only, to confirm")
         runs = dataclasses.replace(runs, last=last, suspects=_suspects(replays))
     verdict = confirmed(found.verdict, runs)
-    if path is not None:
-        if replays.left:
-            traced(replays, "all modules, for the trace file", path=path, lineage=found.lineage)
-        else:
-            extra += ("No trace was written: no replay was left.",)
     if compiled:
         extra += ("The model is compiled: the ops were watched in an eager run of it, the ends in compiled ones.",)
-    return _finished(replays, verdict, first, (*found.how, *extra))
+    if path is not None:
+        extra += _file_written(replays, path, found.lineage, first)
+    finished = _finished(replays, verdict, first, (*found.how, *extra))
+    if path is not None and os.path.exists(path):
+        keep_verdict(path, finished)
+    return finished
+
+
+def _file_written(
+    replays: Replays, path: str | os.PathLike[str], lineage: Lineage | None, first: Ends
+) -> tuple[str, ...]:
+    """Write the trace file in one more replay; what there is to say of it."""
+    if not replays.left:
+        return ("No trace was written: no replay was left.",)
+    traced(replays, "all modules, for the trace file", path=path, lineage=lineage)
+    what = difference(first, replays.latest)
+    return (f"The rows of the trace file are of a replay that differed from the first: {what}.",) if what else ()
 
 
 def _finished(replays: Replays, verdict: Verdict, first: Ends, last_words: tuple[str, ...]) -> Verdict:
@@ -144,34 +153,34 @@ def _by_module(replays: Replays) -> _Found:
 
 # ---------------------------------------------------------------------------------------------------- ops
 def _by_op(replays: Replays, first: Ends) -> _Found:
-    modules = sum(1 for _ in replays.step.model.modules())
-    if modules <= MOST_MODULES:  # the usual way: what `--dry-run` tells, and the replay's own line
-        return _pass(replays, None, f"every op at once ({modules:,} of at most {MOST_MODULES:,} modules)")
+    cost = replays.cost
+    if is_affordable(cost):
+        return _pass(replays, None, "every op", f"Every op of the step was watched at once: {in_words(cost)}.")
     if not first.failed:
         why = "No end was nonfinite to narrow down from: every op of the step was watched."
         return _pass(replays, None, "every op", why)
-    found = _narrowed(replays, first, modules)
+    found = _narrowed(replays, first, in_words(cost))
     if found is not None:
         return found
     return _pass(replays, None, "every op", "Narrowing by modules led nowhere; every op of the step was watched.")
 
 
-def _narrowed(replays: Replays, first: Ends, modules: int) -> _Found | None:
+def _narrowed(replays: Replays, first: Ends, cost: str) -> _Found | None:
     """The region first, then the ops within; None if the origin is not in there."""
-    many = f"{modules:,} modules are more than the bound of {MOST_MODULES:,}, so"
+    many = f"Not every op of the step was watched at once ({cost}):"
     if first.forward_was_finite and first.error is None:
-        found = _pass(
-            replays, _after_forward, "ops of the region", f"{many} only ops after the finite forward were watched."
-        )
+        why = f"{many} only ops after the finite forward were."
+        found = _pass(replays, _after_forward, "ops of the region", why)
     else:
-        tree = tree_of(replays.step.model)
+        before = replays.count
+        tree = as_called(replays, tree_of(replays.step.model))
         region = narrow_forward(replays, tree, most=max(1, replays.left - 3))
         names = modules_of(tree, region)
         shown = ", ".join(name or "(model)" for name in names[:4]) + (", ..." if len(names) > 4 else "")
         if replays.left < 2:
-            said = f"{many} they were searched first, and the replays ran out."
+            said = f"{many} modules were searched first, and the replays ran out."
             return _Found(Verdict("inconclusive", evidence=(said,), region=names), first, None, ())
-        how = f"{many} they were searched first, in {region.replays} replays; only ops within {shown} were watched."
+        how = f"{many} modules were searched first, in {replays.count - before} replays; only ops within {shown} were."
         found = _pass(replays, inside(names), "ops of the region", how)
     verdict = found.verdict
     named = verdict.origin is not None and (verdict.origin.op or verdict.stage in ("input", "state"))
@@ -184,7 +193,7 @@ def _after_forward(module: str | None, phase: str) -> bool:
 
 
 def _pass(replays: Replays, within: Within | None, watch: str, *how: str) -> _Found:
-    """The op pass, and the further replays that its judgement asks for; `how` is evidence of an unusual narrowing."""
+    """The op pass, and the further replays that its judgement asks for; `how` says why this was watched."""
     if not replays.left:
         return _Found(
             Verdict("inconclusive", evidence=("The replays ran out.",), region=("the step",)), Ends(), None, ()

@@ -1,8 +1,8 @@
 """Coarse narrowing: in which module was the value of a failing forward born? A few replays, many modules in each.
 
-Sites are the model's modules in post-order of the module tree, which is the order in which they complete in most
-models. Where it is not, the region may miss the birth: the op pass within the region then finds no origin, and the
-caller falls back to watching every op. A module that is called more than once counts as one site.
+Sites are the modules that ran, in the order in which their first calls completed, which one replay observes. A module
+that is called more than once counts as one site, so the region may miss the birth: the op pass within the region then
+finds no origin, and the caller falls back to watching every op.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nantrace.capture.sites import watched_modules
+from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.flow.values import Scanner, planes, tensors_in
 from nantrace.replay.replays import Replays, called
 from nantrace.replay.search import WIDTH, Region, Seen, narrow
@@ -22,7 +23,7 @@ from nantrace.replay.search import WIDTH, Region, Seen, narrow
 
 @dataclass(frozen=True)
 class Tree:
-    """Modules in post-order: their FQNs, the modules themselves, and how many sites each one's subtree has."""
+    """Modules, children before parents: their FQNs, the modules themselves, and the sites in each one's subtree."""
 
     names: tuple[str, ...]
     modules: tuple[torch.nn.Module, ...]
@@ -30,7 +31,7 @@ class Tree:
 
 
 def tree_of(model: torch.nn.Module) -> Tree:
-    """The modules that can be watched without changing which kernels run."""
+    """The modules that can be watched without changing which kernels run, in the order of their definition."""
     table = [watched for watched in watched_modules(model)[0] if watched.hookable]
     first = {watched.fqn: position for position, watched in enumerate(table)}
     order = sorted(range(len(table)), key=lambda i: _post_order(first, table[i].fqn))
@@ -55,12 +56,65 @@ def _subtree(names: tuple[str, ...], index: int) -> int:
     return size
 
 
+def as_called(replays: Replays, tree: Tree) -> Tree:
+    """The modules that ran, in the order in which their first calls completed, and nested as those were; one replay."""
+    order = _Order()
+    handles: list[Any] = []
+    with replays.one("the order of modules") as listener:
+        try:
+            for site, module in enumerate(tree.modules):
+                handles.append(module.register_forward_pre_hook(lambda *_, site=site: order.begins(site)))
+                handles.append(module.register_forward_hook(lambda *_, site=site: order.ends(site)))
+            with eager_instead_of_compiled():
+                returned, error = called(replays.step)
+        finally:
+            for handle in handles:
+                handle.remove()
+        listener.ended(returned, error)
+    order.all_end()
+    sites = order.completed
+    return Tree(
+        tuple(tree.names[site] for site in sites), tuple(tree.modules[site] for site in sites), tuple(order.sizes)
+    )
+
+
+class _Order:
+    """Calls as they begin and end; the first of each site counts."""
+
+    def __init__(self) -> None:
+        self.completed: list[int] = []
+        self.sizes: list[int] = []  # of the subtree of each of them
+        self._open: list[tuple[int, int | None]] = []  # (site, sites completed before its first call)
+        self._begun: set[int] = set()
+
+    def begins(self, site: int) -> None:
+        self._open.append((site, None if site in self._begun else len(self.completed)))
+        self._begun.add(site)
+
+    def ends(self, site: int) -> None:
+        if any(each == site for each, _ in self._open):
+            while self._close() != site:  # those within it raised
+                pass
+
+    def all_end(self) -> None:
+        """The step raised: what is open ends here."""
+        while self._open:
+            self._close()
+
+    def _close(self) -> int:
+        site, before = self._open.pop()
+        if before is not None:
+            self.completed.append(site)
+            self.sizes.append(len(self.completed) - before)
+        return site
+
+
 def narrow_forward(replays: Replays, tree: Tree, most: int) -> Region:
     """Search for the module in whose own code the value was born, in at most `most` replays of many modules each."""
 
     def observe(chosen: Sequence[int]) -> Mapping[int, Seen]:
         with replays.one(f"{len(chosen):,} of {len(tree.names):,} modules watched") as listener:
-            with _watching(tree, chosen) as found, torch.compiler.set_stance("force_eager"):
+            with _watching(tree, chosen) as found, eager_instead_of_compiled():
                 returned, error = called(replays.step)
             listener.ended(returned, error)
         return found

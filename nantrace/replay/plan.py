@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from nantrace.capture.sites import is_compiled
-from nantrace.replay.bisect import MOST_MODULES
+from nantrace.replay.afford import MOST_SECONDS, MOST_TIMES
 from nantrace.replay.captured import read, recovery
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
@@ -21,11 +21,11 @@ def plan(step: Step, capture: str | os.PathLike[str] | None = None) -> tuple[str
     snapshot = Snapshot(step)
     kept = ", ".join(f"{size:,} bytes on {device}" for device, size in snapshot.bytes.items()) or "no tensor"
     modules = sum(1 for _ in step.model.modules())
-    whole = modules <= MOST_MODULES
-    how = "every op is watched at once" if whole else "modules are searched first, then the ops of one region"
+    bound = f"{MOST_SECONDS:.0f} s or {MOST_TIMES:.0f} times the step"
+    how = f"every op is watched at once if that takes up to {bound} by replay 1, else modules are searched first"
     sentences = [
         f"Kept and restored around each replay: {kept}.",
-        f"{modules:,} modules, against a bound of {MOST_MODULES:,}: {how}.",
+        f"{modules:,} modules: {how}.",
     ]
     if is_compiled(step.model):
         sentences.append("The model is compiled: its ops are watched in an eager run.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -16,9 +17,13 @@ import torch
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.capture.sites import watched_modules
 from nantrace.flow.record import Recording, record
+from nantrace.replay.afford import Cost
 from nantrace.replay.ends import Ends, EndsListener
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
+
+#: The number of the next autograd node of this thread.
+_nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class Replays:
@@ -34,6 +39,7 @@ class Replays:
         untouched: changes in plain Python state that are not wound back, of the first run that made any.
         settings: torch's switches that a run changed.
         latest: what the latest run came to.
+        cost: what the latest run that was watched at its ends only took.
         unprobed: what each run that was watched at its ends only came to.
         probed: (what it was for, what it came to) of each run under probes that leave the step as it is.
 
@@ -48,6 +54,7 @@ class Replays:
         self.untouched: tuple[str, ...] = ()
         self.settings: tuple[str, ...] = ()
         self.latest = Ends()
+        self.cost = Cost()
         self.unprobed: list[Ends] = []
         self.probed: list[tuple[str, Ends]] = []
         self._progress = progress
@@ -89,7 +96,9 @@ class Replays:
     def plain(self, what: str) -> Ends:
         """One run that is watched at its ends only, compiled where the user compiled it."""
         with self.one(what) as listener:
+            began, nodes = time.perf_counter(), _nodes_made()
             returned, error = called(self.step)
+            self.cost = Cost(time.perf_counter() - began, max(0, _nodes_made() - nodes))
             ends = listener.ended(returned, error)
         self.probed.pop()
         self.unprobed.append(ends)

@@ -6,6 +6,7 @@ import os
 from types import TracebackType
 
 from nantrace.capture.tracer import Tracer
+from nantrace.diagnosis.verdict import Verdict
 from nantrace.errors import TraceExistsError
 from nantrace.flow.live import Observe, op_row
 from nantrace.lineage import Lineage
@@ -20,6 +21,13 @@ def refuse_taken(path: str | os.PathLike[str] | None) -> None:
     """
     if path is not None and os.path.lexists(path):
         raise TraceExistsError(f"{os.fspath(path)} exists already: choose another path, or remove it first.")
+
+
+def keep_verdict(path: str | os.PathLike[str], verdict: Verdict) -> None:
+    """Store the verdict in the trace file: it rests on replays that the file does not hold."""
+    from nantrace.store.writer import set_verdict  # needs h5py
+
+    set_verdict(path, verdict.to_dict())
 
 
 def traced(

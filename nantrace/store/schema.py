@@ -27,6 +27,9 @@ them.
     `raised`            the exception that ended the traced block early, JSON as below: {"error": its type, "message":
                         one line, "step": the step that it broke off, or null}; empty if none did. MAY be missing.
                         Padded with NUL to a fixed length, so that it can be filled in without moving anything.
+    `verdict`           MAY be there: "json:" followed by `nantrace.diagnosis.verdict.Verdict.to_dict`, as JSON like
+                        that of `/ledger`: what a bisection found, with replays that the file does not hold. A reader
+                        SHOULD show it instead of a judgement of its own.
     anything else       what holds for the whole trace (`nantrace`, `torch`, `python`, `device`, ...), its name escaped
                         as in `/names`. Booleans, 64-bit integers and floats are native; a text is a string, escaped as
                         in `/names`; everything else is a string "json:" followed by JSON as in `/ledger`. A text that

@@ -37,13 +37,28 @@ from nantrace.store.tables import WRITING, Tables
 
 _LONGEST_FIXED = 60_000  # bytes; HDF5 takes attributes of up to 64 KiB
 _RAISED = 1024  # bytes that are kept free for the exception that ends the block
-_RESERVED = ("complete", "format_version", "raised")
+_RESERVED = ("complete", "format_version", "verdict", "raised")
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> str:
     """The path for one rank of a distributed run: "step.h5" becomes "step.r00001.h5" for rank 1."""
     stem, suffix = os.path.splitext(os.fspath(path))
     return f"{stem}.r{rank:05d}{suffix}"
+
+
+def set_verdict(path: str | os.PathLike[str], verdict: Mapping[str, Any]) -> None:
+    """Stores a verdict, as `Verdict.to_dict` words it, in a trace that is complete.
+
+    Raises:
+        NantraceError: the file cannot be written.
+    """
+    try:
+        with h5py.File(path, "r+", **WRITING) as file:
+            file["meta"].attrs.create("verdict", _attribute(verdict))
+    except OSError as error:
+        raise NantraceError(
+            f"The verdict cannot be stored in {os.fspath(path)} ({_reason(error)}): what was traced stays readable."
+        ) from error
 
 
 class TraceWriter:

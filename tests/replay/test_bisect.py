@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from pathlib import Path
@@ -15,8 +16,10 @@ import nantrace
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.errors import ReplayError, TraceExistsError
 from nantrace.replay import bisect as bisect_module
+from nantrace.replay.afford import Cost, in_words, is_affordable
 from nantrace.replay.bisect import bisect
-from nantrace.replay.coarse import tree_of
+from nantrace.replay.coarse import as_called, tree_of
+from nantrace.replay.replays import Replays
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
 
@@ -231,10 +234,42 @@ def test_a_model_beyond_the_bound_is_narrowed_first_and_gets_the_same_answer(
     layer: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = bisect(step_of(model_with(layer, depth=8), {"x": torch.ones(6, 4)}))
-    monkeypatch.setattr(bisect_module, "MOST_MODULES", 3)
+    monkeypatch.setattr(bisect_module, "is_affordable", lambda cost: False)
     narrowed = bisect(step_of(model_with(layer, depth=8), {"x": torch.ones(6, 4)}))
     assert narrowed.origin == whole.origin and narrowed.status == "fault"
-    assert "more than the bound of 3" in said(narrowed)
+    assert "Not every op of the step was watched at once (about " in said(narrowed)
+    assert "Every op of the step was watched at once: about " in said(whole)
+
+
+def test_what_is_affordable_depends_on_the_ops_and_on_the_step() -> None:
+    assert is_affordable(Cost(seconds=0.5, nodes=10_000))
+    assert is_affordable(Cost(seconds=300.0, nodes=10_000))  # long, and not much longer than the step
+    assert not is_affordable(Cost(seconds=3.0, nodes=1_000_000))
+    assert in_words(Cost(seconds=1.0, nodes=100)) == "about 400 ops, estimated at 2.0 s against a bound of 60 s"
+
+
+def test_modules_are_searched_in_the_order_in_which_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backwards(nn.Module):
+        """Defined in one order, run in another; one child never runs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first, self.never = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Log()), nn.ReLU()
+            self.middle = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    model = Backwards()
+    step = Step(lambda m, b: m(b).mean().backward(), model, torch.randn(6, 4))
+    tree = as_called(Replays(step, 1, None), tree_of(model))
+    assert tree.names == ("first.0", "first.1", "first", "middle", "last", "")
+    assert tree.sizes == (1, 1, 3, 1, 1, 6)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    monkeypatch.setattr(bisect_module, "is_affordable", lambda cost: False)
+    verdict = bisect(step)
+    assert verdict.origin is not None and (verdict.status, verdict.origin.module) == ("fault", "first.1")
+    assert "only ops within first.1 were" in said(verdict)
 
 
 def test_where_narrowing_leads_nowhere_every_op_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +284,7 @@ def test_where_narrowing_leads_nowhere_every_op_is_watched(monkeypatch: pytest.M
             mask = torch.full((4,), float("-inf"))
             return self.late(self.early.forward(x)) + mask
 
-    monkeypatch.setattr(bisect_module, "MOST_MODULES", 1)
+    monkeypatch.setattr(bisect_module, "is_affordable", lambda cost: False)
     verdict = bisect(step_of(model_with(Hidden())))
     assert verdict.status == "fault" and verdict.origin is not None and verdict.origin.op == "aten.log"
 
@@ -273,10 +308,38 @@ def test_the_trace_file_of_a_bisection_tells_the_same(tmp_path: Path) -> None:
     step = step_of(model_with(Log()))
     verdict = unchanged(step, lambda: bisect(step, path=path))
     stored = nantrace.diagnose(nantrace.load(path))
-    assert stored.origin == verdict.origin
+    assert dataclasses.replace(stored, evidence=stored.evidence[:-1]) == verdict
+    assert stored.evidence[-1].startswith("nantrace bisect came to this verdict in 4 replays")
     assert verdict.replays == 4
     with pytest.raises(TraceExistsError, match="exists already"):
         bisect(step, path=path)
+
+
+def test_a_verdict_that_rests_on_further_replays_is_told_by_the_trace_file_too(tmp_path: Path) -> None:
+    def run(m: nn.Module, b: Tensor) -> None:
+        for _ in range(4):
+            loss = m(b).pow(2).mean() * 1e8
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    verdict = bisect(Step(run, model, torch.ones(3, 4)), path=tmp_path / "step.h5")
+    assert (verdict.status, verdict.stage) == ("fault", "update")  # told by a replay with every update undone
+    stored = nantrace.diagnose(nantrace.load(tmp_path / "step.h5"))
+    assert (stored.status, stored.stage, stored.cause) == (verdict.status, verdict.stage, verdict.cause)
+    assert verdict.evidence == stored.evidence[:-1]
+
+
+def test_a_compiled_model_is_watched_eagerly_and_its_ends_compiled() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about what it compiles
+        model = torch.compile(nn.Sequential(nn.Linear(4, 4), Log()), backend="eager")
+        verdict = bisect(Step(lambda m, b: m(b).mean().backward(), model, torch.randn(6, 4)))
+    assert verdict.origin is not None
+    assert (verdict.status, verdict.origin.op, verdict.origin.module) == ("fault", "aten.log", "1")
+    assert "The model is compiled: the ops were watched in an eager run" in said(verdict)
 
 
 def test_a_model_compiled_by_the_user_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
