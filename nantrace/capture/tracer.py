@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
 from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_options
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.raised import raised
+from nantrace.capture.running import running, watch_forks
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
@@ -165,7 +165,7 @@ class Tracer:
             self._stop()
             self._exits.close()
             self._close()
-            _running.discard(self)
+            running.discard(self)
             self._ended = True
         self._report(quietly=error is not None)
 
@@ -217,7 +217,7 @@ class Tracer:
             observer.block_begins()
         if self._path is not None:
             self._file = own_path(self._path, self._meta.get("rank"))
-        refuse_written_twice(self.files(), (file for tracer in _running for file in tracer.files()))
+        refuse_written_twice(self.files(), (file for tracer in running for file in tracer.files()))
         self._buffer = Buffer(self._stats == "full", self._stats != "range")
         state = StateRecorder(self._model, self._buffer)
         state.read_names()
@@ -261,8 +261,8 @@ class Tracer:
         for undo in install(steps.calls, self._watched):
             exits.callback(undo)
         exits.enter_context(Lifecycle(steps))
-        _watch_forks()
-        _running.add(self)
+        watch_forks()
+        running.add(self)
         steps.active = steps.calls.active = steps.gradients.active = True
         self._attempt(steps.open)
         if self._ops is not None:
@@ -399,19 +399,3 @@ class Tracer:
         """Record nothing more. The process was forked: the trace belongs to the parent."""
         self._failure = self._failure or RuntimeError("forked")
         self._stop()
-
-
-# A forked child inherits hooks and an open file that are not its own.
-_running: weakref.WeakSet[Tracer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for tracer in list(_running):
-        tracer.abandon()
-
-
-@functools.cache
-def _watch_forks() -> None:
-    """Once a process: it cannot be undone, so it waits until somebody traces."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_after_fork)
