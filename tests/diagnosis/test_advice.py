@@ -182,3 +182,20 @@ def test_zeros_are_counted_where_the_range_does_not_say_them() -> None:
     assert described(operand("self", 0, 0, zero=2)).endswith("was finite, all 0")
     assert described(operand("self", 0, 1, zero=1)).endswith("from 0 to 1 with 1 zero")
     assert described(operand("self", 0, 1, zero=3, dtype="complex64")).endswith("with 3 zero parts")
+
+
+def test_a_single_element_is_not_counted() -> None:
+    one = explained(event(op="aten.sum", shape=(), posinf=1, operands=()))
+    assert any("put out +inf, its only element" in sentence for sentence in one.evidence)
+
+
+def test_advice_on_a_tensor_that_was_given_concerns_its_making_and_not_an_activation() -> None:
+    given = operand("self", 0, 1, zero=1, tensor="batch.x")
+    log = explained(event(op="aten.log", dtype="float32", neginf=1, posinf=0, operands=(given,)))
+    assert "where it is prepared" in advice(log) and "softmax" not in advice(log)
+
+
+def test_a_deviation_of_one_element_is_not_mended_by_its_correction() -> None:
+    one = operand("self", 1, 1, (2, 1))
+    found = explained(event(op="aten.std", kind="nan", nan=2, posinf=0, dtype="float32", operands=(one,)))
+    assert found.cause == "single_element_std" and not found.advice[0].startswith("Call it with correction=0")

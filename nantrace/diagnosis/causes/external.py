@@ -20,7 +20,7 @@ _WHAT = {
     "param": "a parameter",
     "buffer": "a buffer",
     "moment": "a tensor of the optimizer state",
-    "constant": "a tensor that the step did not compute",
+    "constant": "a tensor from outside the step",
 }
 
 
@@ -37,6 +37,10 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
     if event.min is not None and event.max is not None:
         facts.append(f"Its finite elements are {between(event.min, event.max, size(event))}.")
     if category == "constant":
+        facts.append(
+            "No op that was watched wrote it: it came from a dataset, a file, numpy or a variable of the code around."
+        )
+    if category == "constant" or (category == "batch" and not (event.tensor or "").startswith("batch")):
         facts += _first_reader(lineage, event)
     return Explanation(_CAUSE[category], tuple(facts), _checks(event))
 
@@ -68,8 +72,11 @@ def held(event: OpEvent, what: str) -> str:
     first = index(event)
     at = f", the first at {list(first)}" if first else ""
     bad = counts(event.nan, event.posinf, event.neginf)
+    one = size(event) == 1
+    bad = f"was {bad.removeprefix('1 ')}" if one else f"held {bad} among {plural(size(event), 'element')}"
+    at = "" if one else at
     return (
-        f"{name} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} before "
+        f"{name} ({event.dtype}, {shape(event.shape)}) {bad} before "
         f"{'the step' if event.iteration <= 1 else f'iteration {event.iteration - 1} read it'}{at}."
     )
 
@@ -90,9 +97,11 @@ def _checks(event: OpEvent) -> tuple[str, ...]:
     if event.category == "batch":
         return _checks_of_batch(event, name)
     if event.category == "constant":
+        where = f"that {event.where} reads" if event.where else "that the step makes of outside data"
         return (
-            "Print torch.isfinite(t).all() for each tensor that the step makes of outside data, before its first use.",
-            "Pass such tensors in the batch and repeat: then the nonfinite one is named.",
+            f"Print torch.isfinite(t).all() for each tensor {where}: which one is not finite, and where is it loaded "
+            "or made?",
+            "Hand the data over (batch=...) and repeat: then the nonfinite tensor is named.",
         )
     if event.category == "param":
         return (
@@ -152,9 +161,15 @@ def sentinel(lineage: Lineage, event: OpEvent) -> Explanation:
         )
     else:
         fact = f"{place(event)} made {bad} out of an infinity that had been inserted on purpose."
-    advice = (
-        f"Replace the literal by a large finite number (torch.finfo(torch.{event.dtype}).min) and see what "
-        "the loss becomes.",
-        locate(event, "the target or the selected element", "lies under the mask"),
-    )
+    if event.nan or (event.posinf and event.kind == "inserted"):  # no mask is made of these
+        advice: tuple[str, ...] = (
+            f"Print the numbers that {line(event)} computes with: which one is not finite, and where does it come "
+            "from?",
+        )
+    else:
+        advice = (
+            f"Replace the literal by a large finite number (torch.finfo(torch.{event.dtype}).min) and see what "
+            "the loss becomes.",
+            locate(event, "the target or the selected element", "lies under the mask"),
+        )
     return Explanation("sentinel_escaped", (fact,), advice)

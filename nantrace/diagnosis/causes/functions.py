@@ -80,10 +80,13 @@ def _log_at_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explan
     count = plural(event.neginf + event.posinf, "element")
     fact = f"{place(event)} is infinite at {figure(edge)}, and {count} of its input had that value."
     known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
+    given = operand is not None and operand.tensor is not None  # it was there before, nothing computed it
     advice = (
         locate(event, name, f"is {figure(edge)}", operand),
-        f"If the input is a softmax or a sigmoid, take log_softmax or logsigmoid of the logits at {line(event)} and "
-        "compare.",
+        f"Keep {operand.tensor} a little above {figure(edge)} where it is prepared, and compare."
+        if given and operand is not None
+        else f"If the input is a softmax or a sigmoid, take log_softmax or logsigmoid of the logits at {line(event)} "
+        "and compare.",
         guard_before(event, operation(event), "1", f"x > {figure(edge)}"),
     )
     return Explanation("log_of_zero", (fact, *known, *lost_eps(event), outcome(event)), advice)

@@ -26,8 +26,8 @@ def factorization(lineage: Lineage, event: OpEvent) -> Explanation | None:
         "as a singular matrix does."
     )
     advice = (
-        f"Print torch.linalg.matrix_rank and torch.linalg.cond of {name} in float64 before {spot(event)}.",
-        f"Add 1e-6 to the diagonal of {name} before {spot(event)} and see whether the step stays finite.",
+        f"Print torch.linalg.matrix_rank and torch.linalg.cond of {name} in float64 before {line(event)}.",
+        f"Add 1e-6 to the diagonal of {name} before {line(event)} and see whether the step stays finite.",
         f"Run {spot(event)} in {wider(event.dtype)} and compare.",
     )
     return Explanation("singular_matrix", (fact, *held, outcome(event)), advice)
@@ -44,7 +44,7 @@ def spectrum_gradient(lineage: Lineage, event: OpEvent) -> Explanation | None:
     )
     advice = (
         f"Print the sorted spectrum of the matrix at {line(event)} and its smallest gap.",
-        f"Add a small random diagonal to the matrix before {spot(event)} and see whether the gradient stays finite.",
+        f"Add a small random diagonal to the matrix before {line(event)} and see whether the gradient stays finite.",
         "Use only eigenvalues or singular values in the loss, for a test: their gradient does not divide by the gaps.",
     )
     return Explanation("degenerate_spectrum", (fact, read(gaps), outcome(event)), advice)

@@ -7,7 +7,7 @@ from nantrace.diagnosis.causes.checks import in_wider, locate, without_samples
 from nantrace.diagnosis.causes.dtypes import is_narrow
 from nantrace.diagnosis.causes.reading import absmax, all_finite, argument, elements, has_inf, product, size
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import described, figure, label, line, outcome, place, plural, read, spot
+from nantrace.diagnosis.causes.wording import described, figure, label, line, outcome, place, plural, read
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 
@@ -63,7 +63,7 @@ def infinite_weight(event: OpEvent, weight: Operand | None) -> Explanation | Non
     fact = f"{place(event)} was given a weight with {count:,} infinite {'entry' if count == 1 else 'entries'}."
     advice = (
         f"Print which entries of {label(weight)} are infinite, and how often each of those classes occurs.",
-        f"Clamp {label(weight)} to a finite maximum before {spot(event)} and see whether the loss stays finite.",
+        f"Clamp {label(weight)} to a finite maximum before {line(event)} and see whether the loss stays finite.",
     )
     return Explanation("infinite_weight", (fact, read(weight), outcome(event)), advice)
 

@@ -161,10 +161,10 @@ def _without_freedom(event: OpEvent, operand: Operand) -> Explanation | None:
         f"{figure(count - correction)}: {called(operand, 'its input')} has shape {list(operand.shape)}."
     )
     advice = (
-        f"Call it with correction=0 at {line(event)} and see whether the step stays finite.",
         f"Print the shape of {called(operand)} there over the last batches: is this a short last batch or a "
         "short sample?",
-        f"Skip the normalisation at {line(event)} when there is one element, and compare.",
+        f"Leave out what divides by this deviation at {line(event)} when there is one element, and compare: "
+        "correction=0 only gives 0 instead, and a division by it fails next.",
     )
     return Explanation("single_element_std", (fact, outcome(event)), advice)
 

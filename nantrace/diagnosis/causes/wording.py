@@ -102,7 +102,8 @@ def described(operand: Operand) -> str:
 
 def read(operand: Operand, when: str = "Input") -> str:
     """The sentence about one operand: "Input mat1 (float16, 2x32) was finite, from 0 to 80."""
-    return f"{when} {described(operand)}."
+    words = described(operand)
+    return f"{'The ' if operand.name == 'input' else f'{when} '}{words}."
 
 
 def outcome(event: OpEvent) -> str:
@@ -112,7 +113,8 @@ def outcome(event: OpEvent) -> str:
 
 def put_out(op: str | None, bad: str, numel: int, dtype: str | None) -> str:
     """The sentence of `outcome`, of its parts: a report that shows these numbers otherwise can leave it out."""
-    return f"{op or 'It'} put out {bad} among {plural(numel, 'element')} ({dtype})."
+    held = f"{bad.removeprefix('1 ')}, its only element" if numel == 1 else f"{bad} among {plural(numel, 'element')}"
+    return f"{op or 'It'} put out {held} ({dtype})."
 
 
 def limit(dtype: str) -> str:
