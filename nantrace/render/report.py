@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
+from nantrace.render.html import cell, page
 from nantrace.render.text import text
 
 _SUFFIXES = (".txt", ".json", ".html")
@@ -34,7 +34,7 @@ class Report:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return cell(self.trace, self.verdict)
 
     def to_dict(self) -> dict[str, Any]:
         """Strict JSON types only: the verdict, and what the trace covers."""
@@ -72,6 +72,4 @@ class Report:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def _as_html(self) -> str:
-        title = f"nantrace: {html.escape(self.verdict.status)}"
-        head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        return f"{head}<body>{self._repr_html_()}</body></html>\n"
+        return page(self.trace, self.verdict)

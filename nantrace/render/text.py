@@ -132,16 +132,20 @@ def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
-    command = next_command(trace, verdict)
-    advice = [sentence for sentence in verdict.advice if command is None or f"`{command}`" not in sentence]
-    if command == _BISECT:
-        advice.append(_HOW)
+    advice, command = what_next(trace, verdict)
     if advice:
         page.gap()
     for number, sentence in enumerate(advice):
         page.paragraph(sentence, indent=len(_ADVICE), first=_ADVICE if number == 0 else None)
     if command is not None:
         page.command(command)
+
+
+def what_next(trace: Trace | None, verdict: Verdict) -> tuple[list[str], str | None]:
+    """The next checks, and the command to type; a check that is that command is not said twice."""
+    command = next_command(trace, verdict)
+    advice = [sentence for sentence in verdict.advice if command is None or f"`{command}`" not in sentence]
+    return advice + ([_HOW] if command == _BISECT else []), command
 
 
 def next_command(trace: Trace | None, verdict: Verdict) -> str | None:

@@ -16,7 +16,7 @@ from tests.diagnosis.written import NAN, Written
 def of_trace() -> nantrace.report:  # type: ignore[valid-type]
     written = Written()
     with written.call("", made=NAN):
-        written.run("<b>", made=NAN)
+        written.run("<u>", made=NAN)
     written.loss(nan=1)
     return nantrace.report(written.trace())
 
@@ -30,7 +30,7 @@ def test_a_report_of_a_trace_holds_its_verdict() -> None:
 
 def test_a_notebook_gets_escaped_names() -> None:
     shown = of_trace()._repr_html_()
-    assert shown.startswith("<") and "&lt;b&gt;" in shown and "<b>" not in shown
+    assert shown.startswith("<") and "&lt;u&gt;" in shown and "<u>" not in shown
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".html"])
