@@ -7,6 +7,7 @@ diagnosis judges it, render shows it.
 from __future__ import annotations
 
 import enum
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -233,6 +234,11 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.events)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Named, not imported: a value never loads rendering, only a cell that shows it does."""
+        shown: str = importlib.import_module("nantrace.render.html").trace_cell(self)
+        return shown
 
     def site(self, event: np.void) -> Site:
         """The site of one row of `events`."""
