@@ -31,7 +31,7 @@ def tree_html(tree: Tree, opened: int = 1) -> str:
             continue
         branch, depth = next_one
         parts.append(_open(branch, depth < opened))
-        more = f"<p class=quiet>{plural(branch.hidden, 'module')} more without a nonfinite value.</p>"
+        more = f"<p class=quiet>{plural(branch.hidden, 'module')} more, not shown.</p>"
         waiting.append(f"{more if branch.hidden else ''}</details>\n")
         waiting.extend((child, depth + 1) for child in reversed(branch.inside))
     return "".join(parts)

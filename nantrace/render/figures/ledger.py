@@ -14,6 +14,7 @@ from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, largest, n
 from nantrace.render.wording import plural
 
 MOST_POINTS = 400
+_CHUNK = 1 << 20  # rows taken at a time, which bounds the memory of a long trace
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ def _gradients(trace: Trace, steps: Rows) -> tuple[Floats, Flags]:
     ]
     chosen = np.zeros(len(trace.sites) or 1, dtype=bool)
     chosen[sites] = True
-    events = trace.events[chosen[trace.events["site"]]]
-    place = np.searchsorted(steps, events["step"])
-    known = (place < len(steps)) & (steps[np.minimum(place, len(steps) - 1)] == events["step"]) if len(steps) else []
-    if np.any(known):
+    for start in range(0, len(trace), _CHUNK):
+        events = trace.events[start : start + _CHUNK]
+        events = events[chosen[events["site"]]]
+        place = np.searchsorted(steps, events["step"])
+        known = steps[np.minimum(place, len(steps) - 1)] == events["step"]
         np.fmax.at(size, place[known], largest(events[known]))
         np.logical_or.at(bad, place[known], nonfinite(events[known]))
     return size, bad

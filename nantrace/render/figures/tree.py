@@ -5,7 +5,8 @@ Joins events of one site over steps, and sites of one phase and role where there
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,13 +114,12 @@ def tree(trace: Trace, verdict: Verdict | None, most_lines: int = MOST_LINES, mo
         failed = bool(sums.culprit[sites].any())
         groups = ([] if bare else kinds[name]) if joined and not failed else [[site] for site in sites]
         branch.lines.extend(_line(trace, sums, group) for group in groups)
-        for above in _above(name):
-            _add(branches[above], sums, sites, failed)
+        _add([branches[above] for above in _above(name)], sums, sites, failed)
     roots = _nest(branches)
-    hidden = _prune(roots, len(branches) - most_modules)
+    hidden = sum(_prune(roots, len(branches) - most_modules))
     what = "all sites of a module are joined" if bare else "sites of one module, phase and role are joined"
     said = [f"Of {plural(len(trace.sites), 'site')}, {what}, but for the modules that failed."] if joined else []
-    said += [f"{plural(hidden, 'module')} without a nonfinite value are not shown."] if hidden else []
+    said += [f"Of {plural(len(branches), 'module')}, {hidden:,} are not shown."] if hidden else []
     return Tree(tuple(roots), len(branches), " ".join(said))
 
 
@@ -192,11 +192,14 @@ def _nest(branches: dict[str, Branch]) -> list[Branch]:
     return roots
 
 
-def _add(branch: Branch, sums: _Sums, sites: list[int], failed: bool) -> None:
-    branch.events += int(sums.events[sites].sum())
-    branch.bad += int(sums.bad[sites].sum())
-    branch.bits = float(np.fmin(branch.bits, np.fmin.reduce(sums.bits[sites])))
-    branch.failed |= failed
+def _add(branches: Iterable[Branch], sums: _Sums, sites: list[int], failed: bool) -> None:
+    events, bad = int(sums.events[sites].sum()), int(sums.bad[sites].sum())
+    bits = float(np.fmin.reduce(sums.bits[sites]))
+    for branch in branches:
+        branch.events += events
+        branch.bad += bad
+        branch.bits = bits if math.isnan(branch.bits) or bits < branch.bits else branch.bits
+        branch.failed |= failed
 
 
 def _groups(trace: Trace, sites: list[int]) -> list[list[int]]:
@@ -231,20 +234,25 @@ def _slot(module: str | None, slot: str) -> str:
     return slot.removeprefix(f"{module}.") if module else slot
 
 
-def _prune(roots: list[Branch], excess: int) -> int:
-    """Leave out `excess` modules at most, from the last on, none that holds a nonfinite value; how many it were."""
-    left, waiting, order = excess, list(roots), []
-    while waiting:
-        branch = waiting.pop(0)
-        order.append(branch)
-        waiting.extend(branch.inside)
-    hidden = 0
-    for branch in reversed(order):  # children come before what holds them
-        kept = []
-        for child in reversed(branch.inside):
-            if left > 0 and not child.bad and not child.failed and not child.inside:
-                left, hidden, branch.hidden = left - 1, hidden + 1, branch.hidden + 1
-            else:
-                kept.append(child)
-        branch.inside[:] = reversed(kept)
-    return hidden
+def _prune(roots: list[Branch], excess: int) -> Iterator[int]:
+    """Leave out `excess` modules at most, from the last on: first finite ones, then any that did not fail.
+
+    Yields:
+        How many each round left out.
+    """
+    order = list(roots)
+    for branch in order:  # it grows: parents before children
+        order.extend(branch.inside)
+    for finite in (True, False):
+        hidden = 0
+        for branch in reversed(order):
+            kept = []
+            for child in reversed(branch.inside):
+                if hidden < excess and not child.inside and not child.failed and not (finite and child.bad):
+                    hidden += 1
+                    branch.hidden += 1 + child.hidden
+                else:
+                    kept.append(child)
+            branch.inside[:] = reversed(kept)
+        excess -= hidden
+        yield hidden
