@@ -107,6 +107,9 @@ class Call:
         """Whether autograd records the op."""
         return torch.is_grad_enabled() and any(a.tensor.requires_grad for a in self.arguments)
 
+    def writes_into_view(self) -> bool:
+        return any(a.tensor._is_view() for a in self.written if a.index < 0)
+
     def read_ids(self) -> frozenset[int]:
         """Events whose nonfinite values it reads."""
         return frozenset().union(*(look.ids for _, look in self.bad))

@@ -67,7 +67,7 @@ class Memory:
     def is_known_finite(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.finite
 
-    def are_known_finite(self, values: Iterable[Any], reads: Iterable[bool]) -> bool:
+    def are_finite(self, values: Iterable[Any], reads: Iterable[bool]) -> bool:
         """Whether all tensors among an op's arguments that it reads are known to be; in doubt, not."""
         finite = self.finite
         try:
@@ -75,9 +75,11 @@ class Memory:
                 kind = type(value)
                 if kind is Tensor or kind is Parameter:
                     if is_read and value.untyped_storage()._cdata not in finite and value.dtype in FLOATS:
-                        return False
+                        if not self._is_plainly_finite(value):
+                            return False
+                        self.mark_finite(value)
                 elif kind is list or kind is tuple:
-                    if not self.are_known_finite(value, repeat(is_read)):
+                    if not self.are_finite(value, repeat(is_read)):
                         return False
                 elif isinstance(value, Tensor):
                     return False
@@ -117,21 +119,26 @@ class Memory:
 
     def wrote_plainly(self, tensor: Tensor) -> bool:
         """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""
+        if self.unseen or not self._is_plainly_finite(tensor):
+            return False
+        self.finite.add(tensor.untyped_storage()._cdata)
+        return True
+
+    def _is_plainly_finite(self, tensor: Tensor) -> bool:
+        """Whether it is plain, small, finite, and stands on memory that never was nonfinite."""
         kind = type(tensor)
-        if (kind is not Tensor and kind is not Parameter) or tensor.dtype not in PLAIN_FLOATS or self.unseen:
+        if (kind is not Tensor and kind is not Parameter) or tensor.dtype not in PLAIN_FLOATS:
             return False
         try:
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self.tainted or not tensor.is_cpu or not 0 < tensor.numel() < SMALL or not storage.nbytes():
+            if not tensor.is_cpu or not 0 < tensor.numel() < SMALL or not storage.nbytes():
+                return False
+            if self.tainted and storage._cdata in self.tainted:
                 return False
             low, high = self.scanner.extent(tensor)
         except RuntimeError:  # sparse, nested, functorch: no memory of its own, or no such statistic
             return False
-        if low - low == 0 and high - high == 0:
-            self.finite.add(key)
-            return True
-        return False
+        return low - low == 0 and high - high == 0
 
     def wrote(self, plane: Tensor) -> bool:
         """A plane was just written: whether it is finite."""

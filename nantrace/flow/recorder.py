@@ -193,7 +193,8 @@ class OpRecorder(TorchDispatchMode):
             self._raised = (self.time, call.read_ids())
             raise
         try:
-            self._after(call, out)
+            if self._selective or call.bad or not call.facts.simple or not self._memory.wrote_plainly(out):
+                self._after(call, out)
         except Exception as error:
             self.fail(error)
         return out
@@ -211,8 +212,8 @@ class OpRecorder(TorchDispatchMode):
             return None
         call = Call(facts, args, kwargs)
         memory = self._memory
-        if not memory.are_known_finite(args, facts.reads) or (
-            kwargs and not memory.are_known_finite(kwargs.values(), repeat(True))
+        if not memory.are_finite(args, facts.reads) or (
+            kwargs and not memory.are_finite(kwargs.values(), repeat(True))
         ):
             call.bad = self._look_at_inputs(call)
         if facts.mutates:
@@ -236,25 +237,21 @@ class OpRecorder(TorchDispatchMode):
     def _before_writing(self, call: Call, number: int) -> None:
         """Keep what an in-place op is about to overwrite, should its result turn out bad."""
         facts, places, rounds = call.facts, self._places, self._rounds
-        written = (Argument(0, -1, call.args[0]),) if facts.writes_self else call.written
-        into_view = torch.is_grad_enabled() and any(a.tensor._is_view() for a in written if a.index < 0)
-        places.links.wrote(facts.op, into_view and call.needs_grad(), number, self.time)
+        into_view = torch.is_grad_enabled() and call.needs_grad() and call.writes_into_view()
+        places.links.wrote(facts.op, into_view, number, self.time)
         by_hand = rounds.state == "after_backward" and not rounds.in_optimizer and not places.stack and call.task < 0
-        if by_hand and any(self._externals.is_state(storage_key(a.tensor)) for a in written):
+        if by_hand and any(self._externals.is_state(storage_key(a.tensor)) for a in call.written):
             rounds.updated_by_hand(self.time)
-        call.kept = {
-            id(argument.tensor): keep(plane, self._memory.scanner)
-            for argument in written
-            if call.reads(argument)
-            for plane in planes(argument.tensor)
-        }
+        if facts.writes_self:
+            overwritten = call.args[:1] if facts.reads[0] else ()
+        else:
+            overwritten = [a.tensor for a in call.written if call.reads(a)]
+        scanner = self._memory.scanner
+        call.kept = {id(tensor): keep(plane, scanner) for tensor in overwritten for plane in planes(tensor)}
 
     # ------------------------------------------------------------------------------------------------ outputs
     def _after(self, call: Call, out: Any) -> None:
         """Look at what the op put out, and record it if something nonfinite is around."""
-        memory = self._memory
-        if call.facts.simple and not call.bad and not self._selective and memory.wrote_plainly(out):
-            return
         if self._within is not None and not call.bad and not call.facts.host_read and self._leave(call, out):
             return
         outputs = call.new_tensors(out)

@@ -49,11 +49,12 @@ def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor
     no memory and holds zeros: nothing to read, nothing to count.
     """
     if type(tensor) in _PLAIN:
-        plain = tensor.is_cpu and tensor.layout is _STRIDED and tensor.dtype in FLOATS and not tensor.is_nested
-        if plain and not _is_wrapped(tensor):  # functorch's wrappers have no storage to ask
-            if tensor._is_zerotensor() or not tensor.untyped_storage().nbytes() or not tensor.numel():
-                return ()
-            return (tensor,)
+        if tensor.is_cpu and tensor.dtype in FLOATS and tensor.layout is _STRIDED and not tensor.is_nested:
+            try:
+                holds = tensor.untyped_storage().nbytes() and tensor.numel() and not tensor._is_zerotensor()
+                return (tensor,) if holds else ()
+            except RuntimeError:  # functorch's wrappers have no storage to ask
+                pass
     else:
         tensor = getattr(tensor, "_local_tensor", tensor)  # DTensor: this rank's shard
     if tensor.dtype not in FLOATS:
