@@ -23,8 +23,9 @@ def ledger_svg(trace: Trace) -> tuple[str, str]:
     bottom, scaled = TOP + _PLOT, bool(np.isfinite(shown.scale).any())
     right = WIDTH - RIGHT - (_AXIS if scaled else 0)
     x = np.linspace(LEFT + 8, right - 8, len(shown.steps)) if len(shown.steps) > 1 else np.array([(LEFT + right) / 2])
-    axis = LogAxis(*_window(np.abs(np.concatenate([shown.loss, shown.gradient]))), TOP + 30, bottom - 24)
-    parts = [axis.ticks(), vertical("loss, gradient", TOP, bottom)]
+    values = np.abs(np.concatenate([shown.loss, shown.gradient]))
+    axis = LogAxis(*_window(values), TOP + 30, bottom - 24)
+    parts = [axis.ticks() if (values > 0).any() else "", vertical("loss, gradient", TOP, bottom)]
     parts.append(curve(zip(x, map(axis.at, np.abs(shown.loss)), strict=True), "curve"))
     parts.append(curve(zip(x, map(axis.at, shown.gradient), strict=True), "curve dashed"))
     parts += _points(shown, x, axis)
