@@ -1,8 +1,9 @@
-"""The life of a step, seen from outside the model: backward roots, optimizers and gradient scalers.
+"""The life of a step, seen from outside the model: backward roots, optimizers, scalers, clipping and schedulers.
 
-PyTorch has hooks for optimizers but none for the root of a backward pass nor for `GradScaler`, which calls no hook at
-all when it skips an update. Those are wrapped while somebody watches, once for the whole process however many watch,
-and put back when the last one leaves. The wrappers pass every argument, result and exception through unchanged.
+PyTorch has hooks for optimizers but none for the root of a backward pass, for clipping, for schedulers, nor for
+`GradScaler`, which calls no hook at all when it skips an update. Those are wrapped while somebody watches, once for the
+whole process however many watch, and put back when the last one leaves. The wrappers pass every argument, result and
+exception through unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
@@ -36,6 +39,18 @@ class StepListener:
 
     def scaler_seen(self, scaler: torch.amp.GradScaler) -> None:
         """Before the first change that a scaler goes through while watched."""
+
+    def loss_scaled(self, scaler: torch.amp.GradScaler, given: Any, scaled: Any) -> None:
+        """After `scaled = scaler.scale(given)`: a tensor, or an iterable of them."""
+
+    def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """After `scaler.unscale_(optimizer)`, also where `scaler.step` called it."""
+
+    def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
+        """After `clip_grad_norm_`; `total_norm` (on the device, unread) is the norm before."""
+
+    def scheduler_stepped(self, scheduler: LRScheduler) -> None:
+        """After `scheduler.step()`, but not for the one with which a scheduler sets itself up."""
 
     def scaler_stepped(
         self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
@@ -100,6 +115,7 @@ class Lifecycle:
 _watching: list[Lifecycle] = []
 _originals: dict[tuple[Any, str], Any] = {}
 _handles: list[Any] = []
+_stepping: set[int] = set()  # schedulers within their `step`
 _lock = threading.Lock()
 
 
@@ -108,10 +124,15 @@ def _watch(lifecycle: Lifecycle) -> None:
         if not _watching:
             scaler = torch.amp.GradScaler
             _wrap(torch.autograd, "_engine_run_backward", _backward)
-            _wrap(scaler, "scale", _sees_scaler)
-            _wrap(scaler, "unscale_", _sees_scaler)
+            _wrap(scaler, "scale", _scaler_scale)
+            _wrap(scaler, "unscale_", _scaler_unscale)
             _wrap(scaler, "step", _scaler_step)
             _wrap(scaler, "update", _scaler_update)
+            # `clip_grad_norm_` itself is bound wherever it was imported, what it calls is looked up here.
+            if hasattr(clip_grad, "_clip_grads_with_norm_"):
+                _wrap(clip_grad, "_clip_grads_with_norm_", _clip)
+            for cls in _schedulers():
+                _wrap(cls, "step", _scheduler_step)
             _handles.append(register_optimizer_step_pre_hook(_optimizer_begins))
             _handles.append(register_optimizer_step_post_hook(_optimizer_ends))
         _watching.append(lifecycle)
@@ -138,6 +159,11 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> N
 def _tell_all(what: str, *args: Any) -> None:
     for lifecycle in tuple(_watching):
         lifecycle.tell(what, *args)
+
+
+def _see_all(scaler: torch.amp.GradScaler) -> None:
+    for lifecycle in tuple(_watching):
+        lifecycle.see(scaler)
 
 
 def _raise_what_waits() -> None:
@@ -178,21 +204,72 @@ def _backward(original: Any) -> Callable[..., Any]:
     return nantrace_backward
 
 
-def _sees_scaler(original: Any) -> Callable[..., Any]:
-    def nantrace_scaler(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-        for lifecycle in tuple(_watching):
-            lifecycle.see(self)
-        return original(self, *args, **kwargs)
+def _scaler_scale(original: Any) -> Callable[..., Any]:
+    def nantrace_scale(self: torch.amp.GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _see_all(self)
+        scaled = original(self, outputs, *args, **kwargs)
+        if self.is_enabled():
+            _tell_all("loss_scaled", self, outputs, scaled)
+        return scaled
 
-    return nantrace_scaler
+    return nantrace_scale
+
+
+def _scaler_unscale(original: Any) -> Callable[..., Any]:
+    def nantrace_unscale(
+        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        _see_all(self)
+        result = original(self, optimizer, *args, **kwargs)
+        if self.is_enabled():
+            _tell_all("gradients_unscaled", self, optimizer)
+        return result
+
+    return nantrace_unscale
+
+
+def _clip(original: Any) -> Callable[..., Any]:
+    def nantrace_clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(parameters, max_norm, total_norm, *args, **kwargs)
+        _tell_all("gradients_clipped", parameters, max_norm, total_norm)
+        return result
+
+    return nantrace_clip
+
+
+def _schedulers() -> list[type[LRScheduler]]:
+    """Every scheduler class that is loaded and has a `step` of its own."""
+    found, left = [], [LRScheduler]
+    while left:
+        cls = left.pop()
+        left += cls.__subclasses__()
+        if "step" in vars(cls) and cls not in found:
+            found.append(cls)
+    return found
+
+
+def _scheduler_step(original: Any) -> Callable[..., Any]:
+    def nantrace_scheduler_step(self: LRScheduler, *args: Any, **kwargs: Any) -> Any:
+        inner = id(self) in _stepping  # a class whose `step` calls that of its parent
+        setting_up = getattr(self, "_step_count", 1) == 0
+        _stepping.add(id(self))
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            if not inner:
+                _stepping.discard(id(self))
+        if not inner and not setting_up:
+            _tell_all("scheduler_stepped", self)
+        return result
+
+    return nantrace_scheduler_step
 
 
 def _scaler_step(original: Any) -> Callable[..., Any]:
     def nantrace_scaler_step(
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        for lifecycle in tuple(_watching):
-            lifecycle.see(self)
+        _see_all(self)
         result = original(self, optimizer, *args, **kwargs)
         state = self._per_optimizer_states.get(id(optimizer), {}) if self.is_enabled() else {}
         found = tuple(state.get("found_inf_per_device", {}).values())  # update() clears it
@@ -204,8 +281,7 @@ def _scaler_step(original: Any) -> Callable[..., Any]:
 
 def _scaler_update(original: Any) -> Callable[..., Any]:
     def nantrace_scaler_update(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-        for lifecycle in tuple(_watching):
-            lifecycle.see(self)
+        _see_all(self)
         _tell_all("scaler_updates", self)
         result = original(self, *args, **kwargs)
         _tell_all("scaler_updated", self)
