@@ -6,6 +6,7 @@ without saying so); the recorder checks it before it calls anything a birth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from nantrace.flow.values import FLOATS, PLAIN_FLOATS, SMALL, Masks, Scanner, masks, planes, storage_key
+from nantrace.flow.values import FLOATS, SMALL, Masks, Scanner, masks, planes, storage_key
 from nantrace.flow.writers import Writers
+
+_aminmax = torch.aminmax
+_INFINITY = math.inf
 
 
 @dataclass(frozen=True)
@@ -127,18 +131,21 @@ class Memory:
     def _is_plainly_finite(self, tensor: Tensor) -> bool:
         """Whether it is plain, small, finite, and stands on memory that never was nonfinite."""
         kind = type(tensor)
-        if (kind is not Tensor and kind is not Parameter) or tensor.dtype not in PLAIN_FLOATS:
+        output = self.scanner.outputs.get(tensor.dtype) if kind is Tensor or kind is Parameter else None
+        if output is None:
             return False
         try:
             storage = tensor.untyped_storage()
-            if not tensor.is_cpu or not 0 < tensor.numel() < SMALL or not storage.nbytes():
+            if not 0 < tensor.numel() < SMALL or not tensor.is_cpu or not storage.nbytes():
                 return False
             if self.tainted and storage._cdata in self.tainted:
                 return False
-            low, high = self.scanner.extent(tensor)
+            _aminmax(tensor, out=output[0])
         except RuntimeError:  # sparse, nested, functorch: no memory of its own, or no such statistic
             return False
-        return low - low == 0 and high - high == 0
+        low, high = output[1].tolist()
+        finite: bool = low > -_INFINITY and high < _INFINITY  # false for NaN
+        return finite
 
     def wrote(self, plane: Tensor) -> bool:
         """A plane was just written: whether it is finite."""

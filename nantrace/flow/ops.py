@@ -5,6 +5,7 @@ Learnt once per op. Ops are judged by their schema; the few names below are thos
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 #: Ops that hand out memory which nobody has written yet.
@@ -77,6 +78,12 @@ class OpFacts:
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.writes_self = single and sum(self.writes) == 1 and self.writes[0] and _is_tensor(schema.arguments[0])
         self.simple = single and self.announces and not self.maybe_view and (not self.mutates or self.writes_self)
+
+
+@functools.cache
+def facts_of(func: Any) -> OpFacts:
+    """What the schema of an op overload says."""
+    return OpFacts(func)
 
 
 def _is_tensor(argument: Any) -> bool:

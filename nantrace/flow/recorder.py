@@ -28,7 +28,7 @@ from nantrace.flow.chronicle import Chronicle
 from nantrace.flow.context import Whereabouts
 from nantrace.flow.externals import Externals
 from nantrace.flow.memory import Look, Unseen, neutralise
-from nantrace.flow.ops import OpFacts
+from nantrace.flow.ops import OpFacts, facts_of
 from nantrace.flow.rounds import Rounds
 from nantrace.flow.sinks import Sinks
 from nantrace.flow.values import FLOATS, QUANTIZED, planes, readable, storage_key
@@ -203,7 +203,7 @@ class OpRecorder(TorchDispatchMode):
         """Look at what the op is about to read; None for an op that only hands memory on."""
         facts = self._facts.get(id(func))  # hashing an op itself runs Python code
         if facts is None:
-            facts = self._facts[id(func)] = OpFacts(func)
+            facts = self._facts[id(func)] = facts_of(func)
         self.time += 1
         number: int = _sequence_number() - 1
         if number > self._places.links.last:
@@ -237,7 +237,7 @@ class OpRecorder(TorchDispatchMode):
     def _before_writing(self, call: Call, number: int) -> None:
         """Keep what an in-place op is about to overwrite, should its result turn out bad."""
         facts, places, rounds = call.facts, self._places, self._rounds
-        into_view = torch.is_grad_enabled() and call.needs_grad() and call.writes_into_view()
+        into_view = call.needs_grad() and call.writes_into_view()
         places.links.wrote(facts.op, into_view, number, self.time)
         by_hand = rounds.state == "after_backward" and not rounds.in_optimizer and not places.stack and call.task < 0
         if by_hand and any(self._externals.is_state(storage_key(a.tensor)) for a in call.written):
@@ -246,8 +246,10 @@ class OpRecorder(TorchDispatchMode):
             overwritten = call.args[:1] if facts.reads[0] else ()
         else:
             overwritten = [a.tensor for a in call.written if call.reads(a)]
-        scanner = self._memory.scanner
-        call.kept = {id(tensor): keep(plane, scanner) for tensor in overwritten for plane in planes(tensor)}
+        kept = call.kept = {}
+        for tensor in overwritten:
+            for plane in planes(tensor):
+                kept[id(tensor)] = keep(plane, self._memory.scanner)
 
     # ------------------------------------------------------------------------------------------------ outputs
     def _after(self, call: Call, out: Any) -> None:

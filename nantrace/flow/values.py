@@ -116,10 +116,14 @@ def readable(plane: Tensor) -> Tensor:
 
 
 class Scanner:
-    """Tells whether a plane is finite throughout, with preallocated results for each dtype."""
+    """Tells whether a plane is finite throughout.
+
+    Attributes:
+        outputs: preallocated results of `torch.aminmax` by dtype, those met so far; see `extent_output`.
+    """
 
     def __init__(self) -> None:
-        self._outputs: dict[torch.dtype, tuple[tuple[Tensor, Tensor], Any]] = {}
+        self.outputs: dict[torch.dtype, tuple[tuple[Tensor, Tensor], Any]] = {}
 
     def is_finite(self, plane: Tensor) -> bool:
         """One pass. `aminmax` propagates NaN, so two finite ends prove every element finite; so does a finite sum."""
@@ -141,9 +145,9 @@ class Scanner:
         if not plane.is_cpu:
             low, high = torch.aminmax(plane)
             return low.item(), high.item()
-        output = self._outputs.get(plane.dtype)
+        output = self.outputs.get(plane.dtype)
         if output is None:
-            output = self._outputs[plane.dtype] = extent_output(plane.dtype)
+            output = self.outputs[plane.dtype] = extent_output(plane.dtype)
         torch.aminmax(plane, out=output[0])
         ends: list[float] = output[1].tolist()
         return ends[0], ends[1]
