@@ -58,12 +58,18 @@ def align(a: Trace, b: Trace) -> Alignment:
     return Alignment(
         a=rows_a,
         b=rows_b,
-        only_a=np.setdiff1d(np.arange(split), rows_a),
-        only_b=np.setdiff1d(np.arange(len(b)), rows_b),
+        only_a=_others(rows_a, split),
+        only_b=_others(rows_b, len(b)),
         call=parts[0][2][rows_a],
         occurrence=occurrence[rows_a] + 1,
         steps=steps if steps is not None and steps[0] != steps[1] else None,
     )
+
+
+def _others(rows: Rows, count: int) -> Rows:
+    left = np.ones(count, np.bool_)
+    left[rows] = False
+    return np.flatnonzero(left)
 
 
 def _single_steps(a: Trace, b: Trace) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,11 @@ from nantrace.events import Columns, Site, TensorStats, Trace
 from nantrace.narrowing import nonfinite_rows
 
 _KEPT = 100  # differences of each kind that are kept whole; the others are counted
+_BLOCK = 65_536  # pairs compared at once
+
+Kind = Literal["nonfinite", "range", "shape"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_FACTS = ("dtype", "nonfinite_alike", "position_unknown", "unreadable")
 
 Flags = npt.NDArray[np.bool_]
 
@@ -44,7 +49,7 @@ class SiteDifference:
         allowed: the largest error that counts as rounding.
     """
 
-    kind: Literal["nonfinite", "range", "shape"]
+    kind: Kind
     step: int
     phase: str
     module: str | None
@@ -150,105 +155,122 @@ def compare(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None
         if given is not None and not given >= 0:
             raise ValueError(f"{name} is {given}: pass a number of 0 or more, or leave it out.")
     aligned = align(a, b)
-    pairs = _Pairs(a, b, aligned, rtol, atol)
-    flags = {"nonfinite": pairs.nonfinite, "range": pairs.range, "shape": pairs.shape}
-    counts = {kind: int(flag.sum()) for kind, flag in {**flags, **pairs.facts}.items()}
-    kept = {kind: pairs.differences(kind, np.flatnonzero(flag)[:_KEPT]) for kind, flag in flags.items()}
+    rules = _Rules(a, b, rtol, atol)
+    counts: Counter[str] = Counter(dict.fromkeys((*_KINDS, *_FACTS), 0))
+    kept: dict[str, list[SiteDifference]] = {kind: [] for kind in _KINDS}
+    for begin in range(0, len(aligned.a), _BLOCK):
+        block = _Block(rules, aligned, begin)
+        for name, flags in block.flags.items():
+            counts[name] += int(flags.sum())
+        for kind in _KINDS:
+            kept[kind] += block.differences(kind, _KEPT - len(kept[kind]))
     return Difference(
         a=_side(a, aligned.only_a),
         b=_side(b, aligned.only_b),
         common=len(aligned.a),
-        nonfinite=kept["nonfinite"],
-        ranges=kept["range"],
-        shapes=kept["shape"],
-        counts=counts,
+        nonfinite=tuple(kept["nonfinite"]),
+        ranges=tuple(kept["range"]),
+        shapes=tuple(kept["shape"]),
+        counts=dict(counts),
         steps=aligned.steps,
         rtol=rtol,
         atol=atol,
-        dtype=pairs.dtype,
+        dtype=rules.dtype,
     )
 
 
-class _Pairs:
-    """The pairs of an alignment as columns, and what is to be said of each. Lives for one comparison."""
+class _Rules:
+    """What holds for all pairs of two traces, by site: tolerances, and what tells shapes and dtypes apart."""
 
-    def __init__(self, a: Trace, b: Trace, aligned: Alignment, rtol: float | None, atol: float | None) -> None:
-        self._a, self._b, self._aligned = a, b, aligned
-        self._events_a, self._events_b = a.events[aligned.a], b.events[aligned.b]
+    def __init__(self, a: Trace, b: Trace, rtol: float | None, atol: float | None) -> None:
+        self.traces = (a, b)
         self.dtype = tolerance.coarsest(a, b)
-        bad_a, bad_b = nonfinite_rows(self._events_a), nonfinite_rows(self._events_b)
-        unreadable = _unreadable(self._events_a) | _unreadable(self._events_b)
-        shapes = _differ([site.shape for site in a.sites], [site.shape for site in b.sites], self._sites())
-        sized = ~shapes & (self._events_a["numel"] == self._events_b["numel"])
-        counted, placed, known = self._counts_and_places()
-        self.nonfinite = ~unreadable & ((bad_a != bad_b) | (bad_a & bad_b & sized & (counted | placed)))
-        self.shape = ~sized & ~self.nonfinite & ~unreadable
-        self.error, self.size, self.allowed = self._errors(rtol, atol)
-        apart = self.error > self.allowed
+        self.rtol = (tolerance.relative(self.dtype) if self.dtype else 0.0) if rtol is None else rtol
+        usual = [tolerance.usual_magnitudes(trace) for trace in self.traces]
+        self.atol = self._floor(self.dtype, usual[0]) if atol is None else np.full(len(a.sites), float(atol))
+        #: What rounding on each side alone puts where zero belongs; None where the caller says what counts as zero.
+        self.noise = None
         if atol is None:
-            apart |= self._vanished()
-        self.range = sized & ~bad_a & ~bad_b & ~unreadable & apart
-        alike = bad_a & bad_b & ~self.nonfinite & ~self.shape & ~unreadable
-        self.facts = {
-            "dtype": _differ([site.dtype for site in a.sites], [site.dtype for site in b.sites], self._sites()),
+            own = [tolerance.coarsest(trace) for trace in self.traces]
+            self.noise = [self._floor(dtype, sizes) for dtype, sizes in zip(own, usual, strict=True)]
+        by_default = rtol is None and atol is None
+        self.exact = [
+            np.array([by_default and not tolerance.epsilon(site.dtype) for site in trace.sites], np.bool_)
+            for trace in self.traces
+        ]
+        self.shapes = _coded([[site.shape for site in trace.sites] for trace in self.traces])
+        self.dtypes = _coded([[site.dtype for site in trace.sites] for trace in self.traces])
+
+    def _floor(self, dtype: str | None, usual: tolerance.Floats) -> tolerance.Floats:
+        return tolerance.absolute(dtype, usual) if dtype else np.zeros_like(usual)
+
+
+class _Block:
+    """Some of the pairs as columns, and what is to be said of each: traces of millions of events go through in blocks.
+
+    Attributes:
+        flags: by kind of difference, and by fact, in which pairs it is so.
+    """
+
+    def __init__(self, rules: _Rules, aligned: Alignment, begin: int) -> None:
+        self._rules, self._aligned, self._begin = rules, aligned, begin
+        rows = [side[begin : begin + _BLOCK] for side in (aligned.a, aligned.b)]
+        self._a, self._b = (trace.events[at] for trace, at in zip(rules.traces, rows, strict=True))
+        self._sites = self._a["site"], self._b["site"]
+        bad_a, bad_b = nonfinite_rows(self._a), nonfinite_rows(self._b)
+        readable = ~(_unreadable(self._a) | _unreadable(self._b))
+        sized = ~self._differ(rules.shapes) & (self._a["numel"] == self._b["numel"])
+        counted, placed, known = self._counts_and_places()
+        nonfinite = readable & ((bad_a != bad_b) | (bad_a & bad_b & sized & (counted | placed)))
+        alike = readable & bad_a & bad_b & sized & ~nonfinite
+        self._error, self._size, self._allowed = self._errors()
+        apart = (self._error > self._allowed) | self._vanished()
+        self.flags = {
+            "nonfinite": nonfinite,
+            "range": readable & sized & ~bad_a & ~bad_b & apart,
+            "shape": readable & ~sized & ~nonfinite,
+            "dtype": self._differ(rules.dtypes),
             "nonfinite_alike": alike,
             "position_unknown": alike & ~known,
-            "unreadable": unreadable,
+            "unreadable": ~readable,
         }
 
-    def _sites(self) -> tuple[Rows, Rows]:
-        return self._events_a["site"].astype(np.int64), self._events_b["site"].astype(np.int64)
+    def _differ(self, coded: list[Rows]) -> Flags:
+        return np.asarray(coded[0][self._sites[0]] != coded[1][self._sites[1]])
 
     def _counts_and_places(self) -> tuple[Flags, Flags, Flags]:
         """Where nonfinite counts differ; where known first positions do; where those are known on both sides."""
-        a, b = self._events_a, self._events_b
+        a, b = self._a, self._b
         counted = (a["nan"] != b["nan"]) | (a["posinf"] != b["posinf"]) | (a["neginf"] != b["neginf"])
         known = (a["columns"] & b["columns"] & np.uint8(Columns.FIRST_BAD)) != 0
         return counted, known & (a["first_bad"] != b["first_bad"]), known
 
-    def _errors(self, rtol: float | None, atol: float | None) -> tuple[tolerance.Floats, ...]:
+    def _errors(self) -> tuple[tolerance.Floats, tolerance.Floats, tolerance.Floats]:
         """The larger error of both ends, A's largest magnitude, and what is allowed."""
-        a, b = self._events_a, self._events_b
+        a, b, rules = self._a, self._b, self._rules
         with np.errstate(over="ignore", invalid="ignore"):  # two ends may be the dtype's whole range apart
             error = np.maximum(np.abs(a["min"] - b["min"]), np.abs(a["max"] - b["max"]))
             size = tolerance.magnitudes(a)
-            relative, absolute = self._tolerances()
-            allowed = (relative if rtol is None else rtol) * size + (absolute if atol is None else atol)
-        if rtol is None and atol is None:
-            allowed = np.where(self._exact(), 0.0, allowed)
-        return error, size, np.asarray(allowed)
-
-    def _tolerances(self) -> tuple[float, tolerance.Floats]:
-        if self.dtype is None:
-            return 0.0, np.zeros(len(self._events_a))
-        return tolerance.relative(self.dtype), self._floor(self._a, self._sites()[0], self.dtype)
-
-    def _floor(self, trace: Trace, sites: Rows, dtype: str | None) -> tolerance.Floats:
-        """For each row what rounding alone puts where zero belongs."""
-        usual = tolerance.usual_magnitudes(trace)
-        floors = tolerance.absolute(dtype, usual) if dtype else np.zeros_like(usual)
-        return floors[sites] if len(floors) else np.zeros(0)
-
-    def _exact(self) -> Flags:
-        """Pairs of which neither tensor rounds."""
-        exact = [np.array([not tolerance.epsilon(s.dtype) for s in t.sites] or [True]) for t in (self._a, self._b)]
-        sites_a, sites_b = self._sites()
-        return np.asarray(exact[0][sites_a] & exact[1][sites_b])
+            allowed = rules.rtol * size + rules.atol[self._sites[0]]
+        exact = rules.exact[0][self._sites[0]] & rules.exact[1][self._sites[1]]
+        return np.asarray(error), size, np.where(exact, 0.0, allowed)
 
     def _vanished(self) -> Flags:
         """Where one side is all zero and the other is not, by more than its own rounding: an underflow."""
-        sites_a, sites_b = self._sites()
-        size_a, size_b = tolerance.magnitudes(self._events_a), tolerance.magnitudes(self._events_b)
-        floor_a = self._floor(self._a, sites_a, tolerance.coarsest(self._a))
-        floor_b = self._floor(self._b, sites_b, tolerance.coarsest(self._b))
-        return np.asarray(((size_a == 0) & (size_b > floor_b)) | ((size_b == 0) & (size_a > floor_a)))
+        if self._rules.noise is None:
+            return np.zeros(len(self._a), np.bool_)
+        sizes = self._size, tolerance.magnitudes(self._b)
+        noise = [floor[sites] for floor, sites in zip(self._rules.noise, self._sites, strict=True)]
+        there = [size > floor for size, floor in zip(sizes, noise, strict=True)]
+        return np.asarray(((sizes[0] == 0) & there[1]) | ((sizes[1] == 0) & there[0]))
 
-    def differences(self, kind: Any, pairs: Rows) -> tuple[SiteDifference, ...]:
-        return tuple(self._difference(kind, int(pair)) for pair in pairs)
+    def differences(self, kind: Kind, most: int) -> list[SiteDifference]:
+        return [self._difference(kind, int(pair)) for pair in np.flatnonzero(self.flags[kind])[:most]]
 
-    def _difference(self, kind: Any, pair: int) -> SiteDifference:
-        a, b = self._events_a[pair : pair + 1], self._events_b[pair : pair + 1]
-        site = self._a.sites[int(a["site"][0])]
+    def _difference(self, kind: Kind, pair: int) -> SiteDifference:
+        a, b = self._a[pair : pair + 1], self._b[pair : pair + 1]
+        of_a, of_b = self._rules.traces
+        site = of_a.sites[int(a["site"][0])]
         made = SiteDifference(
             kind=kind,
             step=int(a["step"][0]),
@@ -257,16 +279,16 @@ class _Pairs:
             role=site.role.label,
             slot=site.slot,
             op=site.op,
-            call=int(self._aligned.call[pair]),
-            occurrence=int(self._aligned.occurrence[pair]),
+            call=int(self._aligned.call[self._begin + pair]),
+            occurrence=int(self._aligned.occurrence[self._begin + pair]),
             seq_a=int(a["seq"][0]),
             seq_b=int(b["seq"][0]),
-            a=_stats(self._a, a),
-            b=_stats(self._b, b),
+            a=_stats(of_a, a),
+            b=_stats(of_b, b),
         )
         if kind != "range":
             return made
-        error, size, allowed = (float(column[pair]) for column in (self.error, self.size, self.allowed))
+        error, size, allowed = (float(column[pair]) for column in (self._error, self._size, self._allowed))
         relative = error / size if size > allowed else None
         return dataclasses.replace(made, error=error, relative=relative, allowed=allowed)
 
@@ -282,11 +304,10 @@ def _unreadable(events: npt.NDArray[np.void]) -> Flags:
     return np.asarray((events["numel"] != 0) & ~counted)
 
 
-def _differ(a: list[Any], b: list[Any], sites: tuple[Rows, Rows]) -> Flags:
-    """For each pair whether a property of its two sites differs."""
+def _coded(sides: list[list[Any]]) -> list[Rows]:
+    """Values of sites as numbers, equal where the values are."""
     numbers: dict[Any, int] = {}
-    coded = [np.array([numbers.setdefault(value, len(numbers)) for value in values] or [0]) for values in (a, b)]
-    return np.asarray(coded[0][sites[0]] != coded[1][sites[1]])
+    return [np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64) for values in sides]
 
 
 def _side(trace: Trace, only: Rows) -> Side:

@@ -29,7 +29,8 @@ def coarsest(*traces: Trace) -> str | None:
 
     It counts for every tensor: what was computed in float16 under autocast is stored in float32 and stays coarse.
     """
-    dtypes = {trace.sites[number].dtype for trace in traces for number in np.unique(trace.events["site"])}
+    seen = [np.flatnonzero(np.bincount(trace.events["site"])) for trace in traces]
+    dtypes = {trace.sites[number].dtype for trace, sites in zip(traces, seen, strict=True) for number in sites}
     found = max(sorted(dtypes), key=epsilon, default=None)
     return found if found is not None and epsilon(found) else None
 

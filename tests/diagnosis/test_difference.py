@@ -20,12 +20,14 @@ from nantrace.render.cells import columns
 from nantrace.render.difference import next_command, text
 from tests.diagnosis.written import NAN, Written
 
+MODULES = ("", "block", "block.norm", None)
+
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     """Up to three steps at a few sites of several dtypes, finite rows and others, some within calls."""
     kinds = st.tuples(
-        st.sampled_from(["", "block", "block.norm", None]),
+        st.sampled_from(MODULES),
         st.sampled_from([Phase.FORWARD, Phase.BACKWARD]),
         st.sampled_from([Role.OUTPUT, Role.PARAM, Role.STATE]),
         st.sampled_from(["float32", "bfloat16", "int64"]),
@@ -38,7 +40,10 @@ def traces(draw: st.DrawFn) -> Trace:
     finite = st.floats(-(2.0**100), 2.0**100)
     for row in events:
         bad = draw(st.sampled_from([0, 0, 1, 8]))
-        row["site"], row["call"] = draw(st.integers(0, len(sites) - 1)), draw(st.integers(0, 4))
+        row["site"] = draw(st.integers(0, len(sites) - 1))
+        call = draw(st.integers(0, 2))  # a call has one module and lies in one step
+        module = MODULES.index(sites[row["site"]].module)
+        row["call"] = call and 100 * row["step"] + 10 * module + call
         row[draw(st.sampled_from(["nan", "posinf", "neginf"]))] = bad
         row["finite"], row["first_bad"] = 8 - bad, 8 - bad if bad else -1
         low, high = sorted([draw(finite), draw(finite)])
@@ -102,6 +107,15 @@ def test_a_module_that_one_side_did_not_record_leaves_the_rest_aligned(trace: Tr
     found = compare(trace, without(trace, lost))
     assert (found.common, found.a.only, found.b.only) == (int((~lost).sum()), int(lost.sum()), 0)
     assert found.first is None
+
+
+@given(traces(), traces(), st.integers(1, 9))
+@settings(deadline=None, max_examples=40)
+def test_blocks_of_any_size_give_the_same_difference(a: Trace, b: Trace, size: int) -> None:
+    whole = compare(a, b)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nantrace.diagnosis.difference._BLOCK", size)
+        assert compare(a, b).to_dict() == whole.to_dict()
 
 
 def written(dtype: str = "float32", **made: Any) -> Trace:
