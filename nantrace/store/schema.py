@@ -5,9 +5,9 @@ them.
 
     import h5py, pandas
     with h5py.File("step.h5", "r", locking=False) as file:
-        events = pandas.DataFrame(file["events"][: file["committed"][()]["events"]])
-        sites = pandas.DataFrame(file["sites"][: file["committed"][()]["sites"]])
-        names = [text.decode() for text in file["names"][:]]            # names[sites.module[events.site[0]]]
+        names, sites = pandas.Series(file["names"].asstr()[:]), pandas.DataFrame(file["sites"][:])
+        rows = pandas.DataFrame(file["events"][: file["committed"]["events"]]).join(sites, on="site")
+    rows["module"] = rows["module"].map(names)  # likewise slot, dtype, shape, op, node and where
 
 **File.** One HDF5 file with superblock version 0 to 2 (`libver=("earliest", "v108")`), never in SWMR mode. All
 datasets and attributes named here MUST lie under the root as hard links and MUST hold their values themselves: a
