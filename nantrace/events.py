@@ -91,13 +91,15 @@ class Site:
 
 
 class Columns(enum.IntFlag):
-    """Which optional columns of a row were measured."""
+    """Which optional columns of a row were measured, and where: on the host unless `KERNEL` or `PASSES` says else."""
 
     ABSMIN = 1
     ZERO = 2
     SUBNORMAL = 4
     SATURATED = 8
     FIRST_BAD = 16
+    KERNEL = 32  # by the fused kernel on the tensor's device
+    PASSES = 64  # by several passes on the tensor's device
 
     @classmethod
     def full(cls) -> Columns:

@@ -6,7 +6,7 @@ other devices they stay there until `drain` fetches them all in one copy. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -83,11 +83,31 @@ class Buffer:
             return self._row(tensor, self._full_on_host)
         table = self._tables.get(tensor.device)
         if table is None:
-            from nantrace.stats.deferred import DeviceTable  # pulls in kernels that a CPU run never needs
+            from nantrace.stats.policy import table_for  # pulls in kernels that a CPU run never needs
 
-            table = self._tables[tensor.device] = DeviceTable(tensor.device)
+            table = self._tables[tensor.device] = table_for(tensor.device)
         with Quiet():
             return Pending(table, table.add(tensor, self._full_on_device))
+
+    def measure_all(self, tensors: Sequence[torch.Tensor]) -> list[Stats | None]:
+        """Statistics of tensors that exist together, such as parameters: on a device small ones share a launch.
+
+        None for those that `observe` reads at once.
+        """
+        found: list[Stats | None] = [None] * len(tensors)
+        if self._tables:  # a device was seen
+            for device, table in self._tables.items():
+                there = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+                with Quiet():
+                    slots = table.add_all([tensors[i] for i in there], self._full_on_device)
+                for i, slot in zip(there, slots, strict=True):
+                    found[i] = Pending(table, slot)
+        return found
+
+    @property
+    def failures(self) -> dict[torch.device, str]:
+        """What keeps the fused kernel from running on a device that should have it."""
+        return {device: table.failure for device, table in self._tables.items() if table.failure}
 
     def add_site(self, site: Site) -> int:
         self.sites.append(site)

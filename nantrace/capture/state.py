@@ -67,13 +67,17 @@ class StateRecorder:
     def observe_parameters(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
         """All the model's parameters, or those of them that an optimizer holds."""
         held = None if optimizer is None else {id(parameter) for _, parameter in _members(optimizer)}
-        for key, entry in self.parameters.items():
-            if held is None or key in held:
-                self._buffer.observe(entry.owner, phase, Role.PARAM, entry.leaf, entry.tensor)
+        self._observe_named(
+            [entry for key, entry in self.parameters.items() if held is None or key in held], phase, Role.PARAM
+        )
 
     def observe_buffers(self, phase: Phase) -> None:
-        for entry in self.buffers.values():
-            self._buffer.observe(entry.owner, phase, Role.BUFFER, entry.leaf, entry.tensor)
+        self._observe_named(list(self.buffers.values()), phase, Role.BUFFER)
+
+    def _observe_named(self, entries: list[Named], phase: Phase, role: Role) -> None:
+        measured = self._buffer.measure_all([entry.tensor for entry in entries])
+        for entry, stats in zip(entries, measured, strict=True):
+            self._buffer.observe(entry.owner, phase, role, entry.leaf, entry.tensor, 0, stats)
 
     def observe_gradients(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Gradients that lie in `.grad`: of an optimizer's parameters, or of all the model's."""
@@ -83,9 +87,10 @@ class StateRecorder:
             ]
         else:
             entries = [(*self._name(optimizer, place), tensor) for place, tensor in _members(optimizer)]
-        for owner, name, tensor in entries:
-            if tensor.grad is not None:
-                self._buffer.observe(owner, phase, Role.GRAD, name, tensor.grad)
+        found = [(owner, name, tensor.grad) for owner, name, tensor in entries if tensor.grad is not None]
+        measured = self._buffer.measure_all([gradient for _, _, gradient in found])
+        for (owner, name, gradient), stats in zip(found, measured, strict=True):
+            self._buffer.observe(owner, phase, Role.GRAD, name, gradient, 0, stats)
 
     def observe_optimizer(self, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
         """Every tensor of the optimizer's state but "step", a counter.

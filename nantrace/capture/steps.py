@@ -282,6 +282,7 @@ class StepRecorder(StepListener):
         closed = sorted(self.calls.unopened | self._state.unopened)
         if closed:
             notes.append(f"not looked into: {', '.join(closed)}")
+        notes += [f"the fused kernel failed on {device}: {why}" for device, why in self._buffer.failures.items()]
         if self.calls.unread:
             notes.append(f"{self.calls.unread} tensors inside functorch transforms or torch.jit.trace were not read")
             self.calls.unread = 0

@@ -135,6 +135,7 @@ class Tracer:
         self._failure: Exception | None = None
         self._unsaid: list[str] = []
         self._error: NonfiniteError | None = None  # waits to be raised
+        self._slower: set[torch.device] = set()
         self._given: NonfiniteError | None = None  # was raised
         self._finished = FinishedSteps(None, keep_steps)
         self._handled_before: BaseException | None = None
@@ -301,6 +302,12 @@ class Tracer:
                 self._steps.end()
 
     def _step_ended(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> None:
+        for device, why in self._buffer.failures.items():
+            if device not in self._slower:
+                self._slower.add(device)
+                self._say(
+                    f"nantrace's fused kernel failed on {device} ({why}): tensors there are read in several passes"
+                )
         judgement = self._judged(rows, ledger)
         self._peeked = None
         if self._observers:

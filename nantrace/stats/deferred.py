@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, RANGE, Mask, Row, merge
+from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, PASSES, RANGE, Mask, Row, merge
 from nantrace.stats.formats import FLOAT_FORMATS, FloatFormat, byte_format, is_byte_float
 from nantrace.stats.host import strided_row, unread_row
 from nantrace.stats.layout import Layout, lay_out, pieces, row_major
@@ -59,6 +59,8 @@ class DeviceTable:
     holes, can only be found by waiting for the device: they are not read.
     """
 
+    failure: str | None = None  # there is nothing here that a machine may lack
+
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._blocks: list[torch.Tensor] = []  # never moved: another stream may be writing to one
@@ -77,6 +79,9 @@ class DeviceTable:
         with self._lock:
             self._slots.append((full, parts))
             return len(self._slots) - 1
+
+    def add_all(self, tensors: list[torch.Tensor], full: bool) -> list[int]:
+        return [self.add(tensor, full) for tensor in tensors]
 
     def drain(self) -> list[Row]:
         """The rows since the last drain, in the shape of `nantrace.stats.host.row`; waits for the device."""
@@ -152,7 +157,8 @@ def _row(parts: list[Row | _Strided], table: list[list[int]], full: bool) -> Row
     if len(parts) == 1 and isinstance(parts[0], tuple):
         return parts[0]
     rows = [part if isinstance(part, tuple) else _strided_row(part, table, full) for part in parts]
-    return merge(rows or [EMPTY_RANGE], full)
+    merged = merge(rows or [EMPTY_RANGE], full)
+    return (*merged[:12], merged[12] | PASSES)
 
 
 def _strided_row(part: _Strided, table: list[list[int]], full: bool) -> Row:

@@ -27,6 +27,7 @@ Codes = npt.NDArray[np.unsignedinteger]
 
 RANGE = 16  # Columns.FIRST_BAD, without the price of an enum
 FULL = 31
+KERNEL, PASSES = 32, 64  # of Columns as well: where a row was measured
 NAN = float("nan")
 EMPTY_RANGE: Row = (0, 0, 0, 0, 0, NAN, NAN, NAN, -1, 0, 0, 0, RANGE)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nantrace.stats.deferred import DeviceTable
-from nantrace.stats.exact import Row, Tally
+from nantrace.stats.exact import KERNEL, Row, Tally
 from nantrace.stats.formats import FLOAT_FORMATS, byte_format
 from nantrace.stats.fused import BATCHED, DIMS, FAR, FORMATS, UNTOUCHED, WIDTH, launch, launch_batch
 from nantrace.stats.host import strided_row, unread_row
@@ -44,7 +44,8 @@ class _Measured:
             tally.absmin = _number(self.dtype, least)
         if bad:
             tally.first_bad = first if self.walk == 1 else self.layout.flat_index(np.array([first]))
-        return tally.row(full, self.layout.repeats)
+        counted = tally.row(full, self.layout.repeats)
+        return (*counted[:12], counted[12] | KERNEL)
 
 
 def _number(dtype: torch.dtype, key: int) -> float:
@@ -57,12 +58,17 @@ class FusedTable:
     """Rows of statistics that the kernel leaves on a CUDA device until they are fetched. Any thread may add.
 
     Integers, float4, float8_e8m0fnu and views of too many dimensions go through `DeviceTable`, in several passes.
-    `skipped` counts tensors that were not measured because a CUDA graph was being captured.
+    So does everything once the kernel could not be compiled or launched.
+
+    Attributes:
+        skipped: tensors that were not measured because a CUDA graph was being captured.
+        failure: why the kernel is not used any more; None while it is.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.skipped = 0
+        self.failure: str | None = None
         self._others = DeviceTable(device)
         self._cuda = self.device.type == "cuda"
         self._lock = threading.Lock()
@@ -119,7 +125,7 @@ class FusedTable:
             self.skipped += 1
             return unread_row(tensor)
         tensor = unwrapped(tensor)
-        if tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype not in FORMATS:
+        if self.failure or tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype not in FORMATS:
             return self._others.add(tensor, full)
         check_readable(tensor)
         tensor = tensor.detach()
@@ -131,14 +137,23 @@ class FusedTable:
             return self._others.add(tensor, full)
         slot = self._take(1)
         steps = layout.elements.stride() if walk == 2 else layout.places
-        launch(layout.elements, self._rows(slot), slot % _ROWS, walk, layout.sizes, steps)
+        try:
+            launch(layout.elements, self._rows(slot), slot % _ROWS, walk, layout.sizes, steps)
+        except Exception as error:
+            self._give_up(error)
+            return self._others.add(tensor, full)
         self._wrote()
         return _Measured(slot, tensor.dtype, layout, walk, tensor.numel())
+
+    def _give_up(self, error: Exception) -> None:
+        """The kernel cannot run here: what comes goes through the other table."""
+        reason = str(error).strip().split("\n")[0][:200]
+        self.failure = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
     def _add_group(self, group: list[tuple[int, torch.Tensor]], full: bool) -> list[tuple[int, int]]:
         """Measures plain contiguous tensors of one dtype with one launch; pairs of (index, slot)."""
         dtype = group[0][1].dtype
-        if self._capturing():
+        if self._capturing() or self.failure:
             return [(i, self.add(tensor, full)) for i, tensor in group]
         with quiet(), self._here():
             first = self._take(len(group))
@@ -146,7 +161,11 @@ class FusedTable:
                 _Measured(first + k, dtype, lay_out(tensor.detach()), 0, tensor.numel())
                 for k, (_, tensor) in enumerate(group)
             ]
-            launch_batch([tensor for _, tensor in group], self._rows(first), first % _ROWS)
+            try:
+                launch_batch([tensor for _, tensor in group], self._rows(first), first % _ROWS)
+            except Exception as error:
+                self._give_up(error)
+                return [(i, self.add(tensor, full)) for i, tensor in group]
             self._wrote()
         with self._lock:
             begin = len(self._slots)

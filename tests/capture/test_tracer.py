@@ -343,6 +343,7 @@ class FakeTable:
     """A device table that hands out slots, and rows only when it is drained."""
 
     drains = 0
+    failure: str | None = None
 
     def __init__(self, device: Any) -> None:
         self.rows: list[tuple[Any, ...]] = []
@@ -351,6 +352,9 @@ class FakeTable:
         assert not torch.is_grad_enabled()
         self.rows.append(buffer_module.host.row(tensor, full))
         return len(self.rows) - 1
+
+    def add_all(self, tensors: list[torch.Tensor], full: bool) -> list[int]:
+        return [self.add(tensor, full) for tensor in tensors]
 
     def drain(self) -> list[tuple[Any, ...]]:
         FakeTable.drains += 1
@@ -383,6 +387,37 @@ def test_on_a_device_nothing_is_fetched_before_the_step_has_ended(monkeypatch: p
     deferred = run()
     assert drains == [(0, 0), (1, 1), (2, 2)]
     assert deferred.events.tobytes() == direct.events.tobytes()
+
+
+def test_a_kernel_that_fails_is_told_once_and_noted_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buffer, "failures", {torch.device("cuda:1"): "CompilationError: no such arch"})
+    model = _model()
+    said = r"kernel failed on cuda:1 \(CompilationError: no such arch\)"
+    with pytest.warns(NantraceWarning, match=said) as told, Tracer(model) as tracer:
+        for _ in range(2):
+            model(torch.ones(1, 2))
+            tracer.mark_step()
+    assert len(told) == 1
+    notes = [step["notes"] for step in tracer.trace.steps]
+    assert all("the fused kernel failed on cuda:1: CompilationError: no such arch" in note for note in notes)
+
+
+def test_parameters_gradients_and_buffers_on_a_device_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, together = FakeTable(None), []
+    original = FakeTable.add_all
+    monkeypatch.setattr(
+        FakeTable, "add_all", lambda self, some, full: together.append(len(some)) or original(self, some, full)
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Tracer(model, optimizer=optimizer) as tracer:
+        tracer._buffer._tables[torch.device("cpu")] = table
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    assert together == [4, 4, 2]  # gradients before the update, parameters and buffers after it
+    parameters = [e for e in tracer.trace.events if tracer.trace.site(e).role is Role.PARAM]
+    after = [(float(e["min"]), float(e["max"])) for e in parameters[4:]]
+    assert after == [(p.min().item(), p.max().item()) for p in model.parameters()]
 
 
 def _pending(buffer: Buffer, table: FakeTable, tensor: torch.Tensor) -> Any:

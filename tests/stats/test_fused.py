@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from nantrace.events import Columns
 from nantrace.stats import fused, fused_table
 from nantrace.stats.fused_table import FusedTable
 from nantrace.stats.reference import reference_row
@@ -122,6 +123,30 @@ def test_a_fused_table_grows_and_starts_anew_after_each_drain(monkeypatch: pytes
         rows = table.drain()
         assert rows[0][:5] == (2, 0, 1, 0, 1) and rows[0][8] == 0
         assert [rows[slot][5] for slot in slots] == [float(i) for i in range(7)]
+
+
+@pytest.mark.parametrize("which", ["launch", "launch_batch"])
+def test_a_kernel_that_fails_gives_way_to_several_passes(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, attempts = FusedTable("cpu"), []
+
+    def fail(*_: object) -> None:
+        attempts.append(which)
+        raise RuntimeError("no such arch\nand a long tail")
+
+    put = [torch.tensor([1.0, NAN, -INF, 4.0]), torch.tensor([2.0, 3.0])]
+    before = table.add(put[0], full=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_table, which, fail)
+        slots = table.add_all(put, full=True) if which == "launch_batch" else [table.add(t, full=True) for t in put]
+    slots += [table.add(put[0], full=True)]  # the kernel is not tried again
+    rows = table.drain()
+    assert table.failure == "RuntimeError: no such arch" and len(attempts) == 1
+    for slot, tensor in zip([before, *slots], [put[0], *put, put[0]], strict=True):
+        assert same(rows[slot], reference_row(tensor))
+    assert [Columns(rows[slot][12]) & ~Columns.full() for slot in (before, *slots)] == [
+        Columns.KERNEL,
+        *[Columns.PASSES] * 3,
+    ]
 
 
 @settings(deadline=None, max_examples=40)
