@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nantrace.flow.links import fqn
-from nantrace.flow.values import planes, tensors_in
+from nantrace.flow.values import planes, storage_key, tensors_in
 from nantrace.lineage import Category
 
 
@@ -53,6 +53,8 @@ class Externals:
             return  # a lazy module's: no memory yet
         if category == "batch" and self._sized_by_arguments and name == "args[0]":
             self.batch_size = tensor.shape[0] if tensor.dim() else None  # of a batch that nobody handed over
+        if keep_first and storage_key(tensor) in self._known:
+            return
         for plane in planes(tensor):
             key = plane.untyped_storage()._cdata
             if not (keep_first and key in self._known):
