@@ -9,6 +9,7 @@ exception through unchanged.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -49,8 +50,20 @@ class StepListener:
     def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
         """After `clip_grad_norm_`; `total_norm` (on the device, unread) is the norm before."""
 
+    def values_clipped(self, gradients: list[torch.Tensor], clip_value: float) -> None:
+        """Before `clip_grad_value_` changes these gradients."""
+
     def scheduler_stepped(self, scheduler: LRScheduler) -> None:
         """After `scheduler.step()`, but not for the one with which a scheduler sets itself up."""
+
+    def scale_read(self, scaler: torch.amp.GradScaler) -> None:
+        """After `scaler.get_scale()`: somebody may now scale or unscale by hand."""
+
+    def scaler_steps(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Before `scaler.step(optimizer)`."""
+
+    def scaler_step_left(self, scaler: torch.amp.GradScaler) -> None:
+        """After `scaler.step`, also when it raised."""
 
     def scaler_stepped(
         self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
@@ -126,11 +139,14 @@ def _watch(lifecycle: Lifecycle) -> None:
             _wrap(torch.autograd, "_engine_run_backward", _backward)
             _wrap(scaler, "scale", _scaler_scale)
             _wrap(scaler, "unscale_", _scaler_unscale)
+            _wrap(scaler, "get_scale", _scale_read)
             _wrap(scaler, "step", _scaler_step)
             _wrap(scaler, "update", _scaler_update)
             # `clip_grad_norm_` itself is bound wherever it was imported, what it calls is looked up here.
             if hasattr(clip_grad, "_clip_grads_with_norm_"):
                 _wrap(clip_grad, "_clip_grads_with_norm_", _clip)
+            if hasattr(clip_grad, "_group_tensors_by_device_and_dtype"):
+                _wrap(clip_grad, "_group_tensors_by_device_and_dtype", _clip_values)
             for cls in _schedulers():
                 _wrap(cls, "step", _scheduler_step)
             _handles.append(register_optimizer_step_pre_hook(_optimizer_begins))
@@ -237,6 +253,28 @@ def _clip(original: Any) -> Callable[..., Any]:
     return nantrace_clip
 
 
+def _clip_values(original: Any) -> Callable[..., Any]:
+    """All that clips groups tensors first; `clip_grad_value_` is known by its frame, and the bound stands there."""
+
+    def nantrace_group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "clip_grad_value_":
+            _tell_all("values_clipped", list(tensors[0]), caller.f_locals.get("clip_value", 0.0))
+        return original(tensors, *args, **kwargs)
+
+    return nantrace_group
+
+
+def _scale_read(original: Any) -> Callable[..., Any]:
+    def nantrace_get_scale(self: torch.amp.GradScaler) -> Any:
+        result = original(self)
+        if self.is_enabled():
+            _tell_all("scale_read", self)
+        return result
+
+    return nantrace_get_scale
+
+
 def _schedulers() -> list[type[LRScheduler]]:
     """Every scheduler class that is loaded and has a `step` of its own."""
     found, left = [], [LRScheduler]
@@ -270,7 +308,11 @@ def _scaler_step(original: Any) -> Callable[..., Any]:
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
         _see_all(self)
-        result = original(self, optimizer, *args, **kwargs)
+        _tell_all("scaler_steps", self, optimizer)
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            _tell_all("scaler_step_left", self)
         state = self._per_optimizer_states.get(id(optimizer), {}) if self.is_enabled() else {}
         found = tuple(state.get("found_inf_per_device", {}).values())  # update() clears it
         _tell_all("scaler_stepped", self, optimizer, found)
