@@ -128,6 +128,17 @@ def test_the_ledger_separates_attempted_from_committed_and_marks_what_is_not_fin
     assert shown.gradient_bad.tolist() == [False, False, True]
 
 
+def test_norms_of_the_ledger_go_before_magnitudes_and_the_figure_says_which_it_shows() -> None:
+    trace = overflow()
+    assert ledger(trace).gradient_name == "largest gradient magnitude, unscaled"
+    norms = (0.5, float("inf"), 0.25)
+    rows = tuple({**row, "gradient_norm": norm} for row, norm in zip(trace.steps, norms, strict=True))
+    shown = ledger(dataclasses.replace(trace, steps=rows))
+    assert shown.gradient_name == "gradient norm, unscaled"
+    assert shown.gradient[[0, 2]].tolist() == [0.5, 0.25] and np.isnan(shown.gradient[1])
+    assert shown.gradient_bad.tolist() == [False, True, True]
+
+
 def test_a_trace_without_ledger_still_shows_gradients_and_says_what_is_missing() -> None:
     shown = ledger(dataclasses.replace(overflow(), steps=()))
     assert shown.steps.tolist() == [0, 1, 2] and np.isnan(shown.loss).all()

@@ -24,8 +24,9 @@ class Ledger:
     Attributes:
         steps: number of the (first) step of each point.
         loss: NaN where it was not recorded or not finite; `loss_bad`: it was not finite.
-        gradient: largest finite magnitude of a gradient after backward, divided by the scale; `gradient_bad`: one
-            was not finite.
+        gradient: without the scale: the norm over all gradients, or where the ledger holds no norms the largest
+            finite magnitude of one after backward. `gradient_bad`: it was not finite.
+        gradient_name: which of the two.
         scale: of the gradient scaler before the step; NaN without one.
         attempted, committed, skipped: how many updates.
         note: what was joined or is missing, as a sentence; empty if nothing.
@@ -36,6 +37,7 @@ class Ledger:
     loss_bad: Flags
     gradient: Floats
     gradient_bad: Flags
+    gradient_name: str
     scale: Floats
     attempted: Rows
     committed: Rows
@@ -56,6 +58,13 @@ def ledger(trace: Trace) -> Ledger:
     gradient, gradient_bad = _gradients(trace, steps)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         gradient = np.where(scale > 0, gradient / scale, gradient)
+    norm = _column(rows, "gradient_norm")
+    has_norm = _given(rows, "gradient_norm")
+    if has_norm.any():
+        gradient, gradient_bad = (
+            np.where(np.isfinite(norm), norm, np.nan),
+            gradient_bad | (has_norm & ~np.isfinite(norm)),
+        )
     begins = cut(len(rows), MOST_POINTS)
     counts = [np.array([int(row.get(name) or 0) for row in rows], dtype=np.int64) for name in _COUNTS]
     attempted, committed, skipped = (_join(np.add, count, begins) for count in counts)
@@ -65,6 +74,7 @@ def ledger(trace: Trace) -> Ledger:
         loss_bad=_join(np.logical_or, ~np.isfinite(loss) & _given(rows, "loss"), begins),
         gradient=_join(np.fmax, gradient, begins),
         gradient_bad=_join(np.logical_or, gradient_bad, begins),
+        gradient_name="gradient norm, unscaled" if has_norm.any() else "largest gradient magnitude, unscaled",
         scale=_join(np.fmin, scale, begins),
         attempted=attempted,
         committed=committed,

@@ -20,7 +20,7 @@ _UPDATES = 0.04  # where the strip of updates stands, as a part of the axis' hei
 
 
 def ledger(trace: Trace, *, ax: Axes | None = None) -> Axes:
-    """Loss, largest unscaled gradient and scale over steps; updates committed, skipped, or not attempted.
+    """Loss, size of the unscaled gradients and scale over steps; updates committed, skipped, or not attempted.
 
     The scale has an axis of its own on the right, if there is a gradient scaler. Values that are not finite stand
     along the upper edge.
@@ -36,13 +36,12 @@ def ledger(trace: Trace, *, ax: Axes | None = None) -> Axes:
     if np.isfinite(shown.loss).any():
         ax.plot(shown.steps, shown.loss, "-o", color=INK, markersize=3, label="loss")
     if np.isfinite(shown.gradient).any():
-        told = "largest gradient magnitude, unscaled"
-        ax.plot(shown.steps, shown.gradient, "--s", color=GREY, markersize=3, label=told)
+        ax.plot(shown.steps, shown.gradient, "--s", color=GREY, markersize=3, label=shown.gradient_name)
     _at_edge(ax, shown.steps[shown.loss_bad], 0.98, "x", "loss not finite")
     _at_edge(ax, shown.steps[shown.gradient_bad], 0.94, "^", "gradient not finite")
     _updates(ax, shown)
     ax.set_xlabel("step")
-    ax.set_ylabel("loss, gradient magnitude")
+    ax.set_ylabel("loss, size of the gradients")
     _whole_steps(ax, shown)
     scaled = bool(np.isfinite(shown.scale).any())
     if scaled:

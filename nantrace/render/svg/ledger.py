@@ -51,7 +51,7 @@ def _points(shown: Ledger, x: Floats, axis: LogAxis) -> list[str]:
     parts = []
     for place, step in enumerate(shown.steps):
         loss, gradient = shown.loss[place], shown.gradient[place]
-        for value, name, shape in ((loss, "loss", "circle"), (gradient, "largest gradient", "square")):
+        for value, name, shape in ((loss, "loss", "circle"), (gradient, shown.gradient_name, "square")):
             y = axis.at(abs(value))
             if not math.isnan(y) and len(shown.steps) <= 60:
                 parts.append(mark(shape, x[place], y, "point", f"step {step}: {name} {value:.4g}"))
@@ -92,7 +92,7 @@ def _steps(shown: Ledger, x: Floats, bottom: float) -> list[str]:
 
 def _legend(shown: Ledger, scaled: bool) -> str:
     entries = [("circle", "point", "loss")] if np.isfinite(shown.loss).any() else []
-    entries += [("square", "point", "largest gradient, unscaled")] if np.isfinite(shown.gradient).any() else []
+    entries += [("square", "point", shown.gradient_name)] if np.isfinite(shown.gradient).any() else []
     entries += [("dash", "curve dotted", "scale")] if scaled else []
     entries += [("cross", "stroke", "loss not finite")] if shown.loss_bad.any() else []
     entries += [("triangle", "bad", "gradient not finite")] if shown.gradient_bad.any() else []
