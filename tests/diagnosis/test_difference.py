@@ -148,8 +148,8 @@ def test_the_first_site_of_different_finiteness_is_named_with_counts_position_an
 
 
 def test_only_then_come_ranges_and_never_where_a_side_is_nonfinite() -> None:
-    found = compare(written(posinf=5, size=6e4), written(size=1.5))
-    assert [(d.module, d.kind) for d in found.ranges] == []
+    overflowed, finite = written(posinf=5, size=6e4), written(size=1.5)
+    assert compare(overflowed, finite).ranges == compare(finite, overflowed).ranges == ()
     found = compare(written(), written(size=1.5))
     assert [(d.seq_a, d.error, d.relative) for d in found.ranges] == [(8, 0.5, 0.5)]
     assert "An end of the range moved by 0.5, 50.00% of A's largest magnitude" in str(found)
