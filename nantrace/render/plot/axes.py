@@ -40,14 +40,24 @@ def written(name: str, width: int = _NAME) -> str:
     return shorten(harmless(name), width).replace("$", r"\$")
 
 
-def finish(ax: Axes, title: str, note: str = "", legend: bool = True, beside: float = 1.01) -> Axes:
-    """Title, the legend `beside` the axis (in its widths), and below what was joined or left out."""
+def finish(ax: Axes, title: str, note: str = "", legend: bool = True, beside: float = 6.0) -> Axes:
+    """Title, the legend `beside` the axis (in points), and below what was joined or left out."""
+    from matplotlib.transforms import ScaledTranslation
+
     ax.set_title(title, loc="left", fontsize="medium")
     if note:
         lines = [ax.get_xlabel(), *note.replace(". ", ".\n").split("\n")]
         ax.set_xlabel("\n".join(line for line in lines if line))
     if legend and ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="upper left", bbox_to_anchor=(beside, 1.0), borderaxespad=0.0, fontsize="small", frameon=False)
+        place = ax.transAxes + ScaledTranslation(beside / 72, 0, ax.figure.dpi_scale_trans)
+        ax.legend(
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+            bbox_transform=place,
+            borderaxespad=0.0,
+            fontsize="small",
+            frameon=False,
+        )
     return ax
 
 

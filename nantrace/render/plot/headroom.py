@@ -40,7 +40,7 @@ def headroom(trace: Trace, verdict: Verdict | None = None, *, ax: Axes | None = 
     ax.set_yticks(np.arange(len(names)), names, fontsize="small")
     _step_ticks(ax, shown)
     ax.set_ylabel("module")
-    finish(ax, "Headroom: bits left before overflow", shown.note, legend=False)
+    finish(ax, "Headroom", shown.note, legend=False)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize="small", frameon=False)
     return ax

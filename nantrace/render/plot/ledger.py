@@ -46,7 +46,7 @@ def ledger(trace: Trace, *, ax: Axes | None = None) -> Axes:
     scaled = bool(np.isfinite(shown.scale).any())
     if scaled:
         _scale(ax, shown)
-    return finish(ax, "Ledger", shown.note, beside=1.13 if scaled else 1.01)
+    return finish(ax, "Ledger", shown.note, beside=60.0 if scaled else 6.0)
 
 
 def _scale_of_axis(ax: Axes, shown: Ledger) -> None:

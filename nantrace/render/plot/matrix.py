@@ -43,7 +43,10 @@ def matrix(records: Iterable[Record], *, ax: Axes | None = None) -> Axes:
     _cells(ax, shown)
     names = [written(name) for name in shown.axes]
     ax.set_yticks(np.arange(len(names)), names, fontsize="small")
-    ax.set_xticks(np.arange(len(shown.outcomes)), [written(name.replace("_", " "), 20) for name in shown.outcomes])
+    ax.set_xticks(
+        np.arange(len(shown.outcomes)),
+        [written(name.replace("_", " "), 20).replace(" ", "\n") for name in shown.outcomes],
+    )
     ax.set_xlim(-0.5, len(shown.outcomes) - 0.5)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xlabel("outcome")
