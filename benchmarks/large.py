@@ -1,7 +1,8 @@
 """What a trace of five million events costs to look at: seconds and peak memory of each way, each in its own process.
 
 Run from the root of the repository: `python -m benchmarks.large`, or some by name: `... info diff`. All together write
-benchmarks/results/large-cpu.csv, one row a measure, and take a quarter of an hour. Peak memory is the process's largest resident set; "imported" is what it has without a trace.
+benchmarks/results/large-cpu.csv, one row a measure, and take a quarter of an hour. Peak memory is the
+process's largest resident set; "imported" is what it has without a trace.
 """
 
 from __future__ import annotations
