@@ -37,6 +37,7 @@ class CallRecorder:
         buffer: receives the rows.
         gradients: puts hooks on what will have a gradient.
         outermost: called before a call that no other call surrounds, outside backward.
+        returned: called with what the model itself put out, when that is more than a tensor.
         failed: told when recording raised; the exception goes no further.
 
     Attributes:
@@ -51,6 +52,7 @@ class CallRecorder:
         buffer: Buffer,
         gradients: GradientRecorder,
         outermost: Callable[[], object],
+        returned: Callable[[Any], object],
         failed: Callable[[Exception], None],
     ) -> None:
         self.active = False
@@ -60,6 +62,7 @@ class CallRecorder:
         self._buffer = buffer
         self._gradients = gradients
         self._outermost = outermost
+        self._returned = returned
         self._failed = failed
         self._numbers = itertools.count(1)
         self._stacks: dict[int, list[tuple[Place, int, Phase]]] = {}
@@ -89,6 +92,8 @@ class CallRecorder:
         try:
             stack = self._stack()
             frame = stack.pop() if stack and stack[-1][0] is place else self._unwind(stack, place)
+            if place.fqn == "" and not isinstance(output, torch.Tensor):
+                self._returned(output)
             if frame is None or not place.selected:
                 return
             _, call, phase = frame

@@ -1,4 +1,4 @@
-"""What is known of one step as a whole: its loss, learning rates, scale, and whether its update was committed.
+"""What is known of one step as a whole: loss, learning rates, scale, gradient norms, and what became of its updates.
 
 Values that live on a device are kept there until the step has ended. Knows nothing of hooks.
 """
@@ -6,15 +6,25 @@ Values that live on a device are kept there until the step has ended. Knows noth
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from nantrace.events import Role, Site
+from nantrace.capture.norms import Norms
+from nantrace.capture.weights import WeightSample
+
+_NAMES_SHOWN = 12  # parameters that one row names
+
+
+class Clip(NamedTuple):
+    """One clipping: what it was given and found. `unscaled`: no scale stood on the gradients then."""
+
+    max_norm: float
+    norm: torch.Tensor
+    unscaled: bool
 
 
 @dataclass
@@ -26,7 +36,15 @@ class OpenStep:
         optimizers: those that began an update in it, by id.
         gradient_rows: where in the buffer the gradients stand that an optimizer was given, by its id.
         found_inf: what a scaler found for an optimizer, by its id: scalars on the device, unread.
-        stepped_without_update: optimizers that a scaler skipped without calling them.
+        began, ended: updates that each optimizer began, and came to the end of, by its id.
+        norms: of the gradients that an optimizer was given, by its id; under 0 those that no optimizer took.
+        unscaled: ids of optimizers whose gradients were unscaled by their scaler.
+        scale: that the first loss of the step was multiplied with; None without a scaler.
+        clips: what was clipped.
+        root: the value that the last backward began from, without the scale.
+        losses: named parts of the loss.
+        schedulers: by id, the name, position and calls of each that stepped.
+        decisions: what the user put on record.
         closing: its last update has happened; the next forward or backward belongs to the next step.
     """
 
@@ -36,10 +54,21 @@ class OpenStep:
     optimizers: set[int] = field(default_factory=set)
     gradient_rows: dict[int, tuple[int, int]] = field(default_factory=dict)
     found_inf: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    attempted: int = 0
+    began: Counter[int] = field(default_factory=Counter)
+    ended: Counter[int] = field(default_factory=Counter)
+    norms: dict[int, Norms] = field(default_factory=dict)
+    unscaled: set[int] = field(default_factory=set)
+    scale: torch.Tensor | None = None
+    clips: list[Clip] = field(default_factory=list)
+    root: torch.Tensor | None = None
+    losses: dict[str, Any] = field(default_factory=dict)
     learning_rates: list[Any] = field(default_factory=list)
     scale_before: torch.Tensor | None = None
     scale_after: torch.Tensor | None = None
+    schedulers: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
+    decisions: list[Mapping[str, Any]] = field(default_factory=list)
+    weights: WeightSample | None = None
+    batch_check: list[Mapping[str, Any]] = field(default_factory=list)
     backwards: int = 0
     updated: bool = False
     gradients_seen: bool = False
@@ -52,49 +81,86 @@ class OpenStep:
         self.closing = True
         self.seconds = time.perf_counter() - self.started
 
+    @property
+    def attempted(self) -> int:
+        return sum(self.began.values())
+
     def skipped(self) -> set[int]:
         """Ids of optimizers whose update a scaler skipped. Waits for the device."""
         return {key for key, found in self.found_inf.items() if any(float(value) > 0 for value in found)}
 
-    def row(
-        self, rows: npt.NDArray[np.void], sites: Sequence[Site], unobserved: int, notes: Sequence[str]
-    ) -> dict[str, Any]:
-        """The ledger's mapping for this step, once its rows are drained; "first_seq" is set when they are written."""
-        skipped = len(self.skipped())
+    def outcomes(self) -> dict[int, tuple[int, int, int]]:
+        """(attempted, committed, skipped) by the id of the optimizer. An update that raised is only attempted.
+
+        A fused optimizer comes to its end although its kernel skipped. Waits for the device.
+        """
+        skipped = self.skipped()
+        return {
+            key: (began, max(self.ended[key] - (key in skipped), 0), int(key in skipped))
+            for key, began in self.began.items()
+        }
+
+    def take_losses(self, loss: Any) -> None:
+        """What the user calls the loss: a number, a tensor, or named parts, of which "loss" or "total" is the whole."""
+        if isinstance(loss, Mapping):
+            self.losses = {str(name): detached(value) for name, value in loss.items() if _is_scalar(value)}
+            loss = next((self.losses[name] for name in ("loss", "total") if name in self.losses), None)
+        self.loss = detached(loss)
+
+    def row(self, events: int, unobserved: int, notes: Sequence[str]) -> dict[str, Any]:
+        """The ledger's mapping for this step; "first_seq" is set when its rows are written. Waits for the device."""
+        outcomes = list(self.outcomes().values())
         row: dict[str, Any] = {
             "step": self.number,
             "first_seq": 0,
-            "events": len(rows),
+            "events": events,
             "attempted": self.attempted,
-            "committed": self.attempted - skipped,
-            "skipped": skipped,
+            "committed": sum(committed for _, committed, _ in outcomes),
+            "skipped": sum(skipped for _, _, skipped in outcomes),
             "seconds": self.seconds or time.perf_counter() - self.started,
             "unobserved": unobserved,
+            "backwards": self.backwards,
         }
-        loss = recorded_loss(rows, sites) if self.loss is None else _number(self.loss)
         rates = self.learning_rates if self.lr is None else self.lr
         optional = {
-            "loss": loss,
-            "lr": [_number(rate) for rate in rates] if isinstance(rates, (list, tuple)) else _number(rates),
-            "scale_before": _number(self.scale_before),
-            "scale_after": _number(self.scale_after),
+            "loss": number(self.root if self.loss is None else self.loss),
+            "losses": {name: number(value) for name, value in self.losses.items()},
+            "lr": [number(rate) for rate in rates] if isinstance(rates, (list, tuple)) else number(rates),
+            "scale_before": number(self.scale_before),
+            "scale_after": number(self.scale_after),
+            "skipped_by": self._skipped_by(),
+            "schedulers": [
+                {"name": name, "position": position, "steps": steps}
+                for name, position, steps in self.schedulers.values()
+            ],
             "batch_id": self.batch_id,
+            "batch_check": list(self.batch_check),
+            "decisions": list(self.decisions),
             "notes": list(notes),
         }
-        return {**row, **{name: value for name, value in optional.items() if value not in (None, [])}}
+        return {**row, **{name: value for name, value in optional.items() if value not in (None, [], {})}}
+
+    def _skipped_by(self) -> list[str]:
+        """Names of the parameters whose gradients made a scaler skip."""
+        names = [
+            name
+            for key in sorted(self.skipped() & self.norms.keys(), key=list(self.norms).index)
+            for name, norm in zip(self.norms[key].names, self.norms[key].values.tolist(), strict=True)
+            if norm - norm != 0
+        ]
+        more = len(names) - _NAMES_SHOWN
+        return names if more <= 0 else [*names[:_NAMES_SHOWN], f"and {more} more"]
 
 
-def recorded_loss(rows: npt.NDArray[np.void], sites: Sequence[Site]) -> float | None:
-    """The value of the last scalar that backward started from, out of its statistics."""
-    losses = [number for number, site in enumerate(sites) if site.role is Role.LOSS and site.slot.startswith("loss")]
-    found = rows[np.isin(rows["site"], losses)] if losses else rows[:0]
-    if not len(found) or found[-1]["numel"] != 1:
-        return None
-    last = found[-1]
-    if last["finite"]:
-        return float(last["min"])
-    return float("nan") if last["nan"] else float("inf") if last["posinf"] else float("-inf")
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _number(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """A copy of a tensor that keeps neither its graph nor what is written into it later; anything else itself."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def number(value: Any) -> Any:
+    """The number in a tensor of one element; anything else as it is. Waits for the device."""
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -19,6 +19,11 @@ def raised(error: BaseException, step: int | None) -> Raised:
         lines = str(error).strip().splitlines()
     except Exception:  # an exception of the user's that cannot even say what it is
         lines = []
-    message = _FOLDERS.sub("", lines[0]) if lines else ""
+    message = without_folders(lines[0]) if lines else ""
     message = message if len(message) <= _LONGEST else message[: _LONGEST - 3] + "..."
     return Raised(type(error).__name__[:_LONGEST], message, step)
+
+
+def without_folders(text: str) -> str:
+    """The text with every absolute path cut down to its last part."""
+    return _FOLDERS.sub("", text)

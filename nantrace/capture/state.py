@@ -81,16 +81,27 @@ class StateRecorder:
 
     def observe_gradients(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Gradients that lie in `.grad`: of an optimizer's parameters, or of all the model's."""
+        found = self._gradients(optimizer)
+        measured = self._buffer.measure_all([gradient for _, _, gradient in found])
+        for (owner, name, gradient), stats in zip(found, measured, strict=True):
+            self._buffer.observe(owner, phase, Role.GRAD, name, gradient, 0, stats)
+
+    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[str, torch.Tensor]]:
+        """The same gradients by name, unobserved."""
+        return [(name, gradient) for _, name, gradient in self._gradients(optimizer)]
+
+    def trained(self) -> list[tuple[str, torch.Tensor]]:
+        """The model's parameters that require a gradient, by name."""
+        return [(entry.name, entry.tensor) for entry in self.parameters.values() if entry.tensor.requires_grad]
+
+    def _gradients(self, optimizer: torch.optim.Optimizer | None) -> list[tuple[str | None, str, torch.Tensor]]:
         if optimizer is None:
             entries: list[tuple[str | None, str, torch.Tensor]] = [
                 (entry.owner, entry.name, entry.tensor) for entry in self.parameters.values()
             ]
         else:
             entries = [(*self._name(optimizer, place), tensor) for place, tensor in _members(optimizer)]
-        found = [(owner, name, tensor.grad) for owner, name, tensor in entries if tensor.grad is not None]
-        measured = self._buffer.measure_all([gradient for _, _, gradient in found])
-        for (owner, name, gradient), stats in zip(found, measured, strict=True):
-            self._buffer.observe(owner, phase, Role.GRAD, name, gradient, 0, stats)
+        return [(owner, name, tensor.grad) for owner, name, tensor in entries if tensor.grad is not None]
 
     def observe_optimizer(self, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
         """Every tensor of the optimizer's state but "step", a counter.

@@ -10,17 +10,18 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from nantrace.capture.books import Books
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.calls import CallRecorder
 from nantrace.capture.gradients import GradientRecorder
-from nantrace.capture.ledger import OpenStep
+from nantrace.capture.ledger import OpenStep, detached
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.state import StateRecorder
@@ -43,6 +44,7 @@ class StepRecorder(StepListener):
         optimizers: known from the start; others are found when they step.
         batch: what the steps read, recorded when they begin.
         scaled: a gradient scaler will be used.
+        reads: whether tensors are observed; without, only the ledger is kept.
         begins: called when a step has been opened, before anything is read.
         closed: called when the last update so far has happened, outside of backward; the step is still open.
         ended: called with the rows of a finished step and its row of the ledger.
@@ -59,6 +61,7 @@ class StepRecorder(StepListener):
         optimizers: Sequence[torch.optim.Optimizer],
         batch: Any,
         scaled: bool,
+        reads: bool,
         begins: Callable[[], None],
         closed: Callable[[], None],
         ended: Ended,
@@ -74,6 +77,8 @@ class StepRecorder(StepListener):
         self._found: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batch = batch
         self._scaled = scaled
+        self._reads = reads
+        self._scalers: set[int] = set()  # that stepped one of our optimizers
         self._begins = begins
         self._closed = closed
         self._ended = ended
@@ -86,7 +91,8 @@ class StepRecorder(StepListener):
         self._next = 0
         self._thread = threading.get_ident()
         self.gradients = GradientRecorder(buffer, failed)
-        self.calls = CallRecorder(buffer, self.gradients, self._call_from_outside, failed)
+        self.books = Books()
+        self.calls = CallRecorder(buffer, self.gradients, self._call_from_outside, self._model_returned, failed)
 
     def open(self) -> OpenStep:
         """Begin a step and read what it starts from."""
@@ -97,16 +103,21 @@ class StepRecorder(StepListener):
         self.calls.forget_open_calls()
         self._begins()
         with Quiet():
+            self.books.opened(step)
             self._state.read_names()
-            for entry in self._state.parameters.values():
-                self.gradients.watch_parameter(entry.tensor, entry.owner, entry.name)
-            if self._batch is not None:
-                self._state.observe_batch(self._batch)
-            self._state.observe_parameters(Phase.FORWARD)
-            self._state.observe_buffers(Phase.FORWARD)
-            for optimizer in self._known():
-                self._state.observe_optimizer(optimizer, Phase.FORWARD)
+            if self._reads:
+                self._observe_beginning()
         return step
+
+    def _observe_beginning(self) -> None:
+        for entry in self._state.parameters.values():
+            self.gradients.watch_parameter(entry.tensor, entry.owner, entry.name)
+        if self._batch is not None:
+            self._state.observe_batch(self._batch)
+        self._state.observe_parameters(Phase.FORWARD)
+        self._state.observe_buffers(Phase.FORWARD)
+        for optimizer in self._known():
+            self._state.observe_optimizer(optimizer, Phase.FORWARD)
 
     def reached(self) -> OpenStep:
         """Something of a step happens that no module call surrounds; returns the step it belongs to."""
@@ -125,7 +136,7 @@ class StepRecorder(StepListener):
         assert self.step is not None
         with Quiet():
             rows = self._rows(self.step)
-            return rows, self.step.row(rows, self._buffer.sites, 0, ())
+            return rows, {**self.step.row(len(rows), 0, ()), **self.books.row(self.step, ended=False)}
 
     def end(self) -> None:
         """Finish the open step: read what is left, fetch what devices hold, hand the rows over."""
@@ -134,13 +145,18 @@ class StepRecorder(StepListener):
             return
         with Quiet():
             if step.backwards and not step.gradients_seen:
-                self._state.observe_gradients(Phase.POST_BACKWARD)
-            if not step.updated:
+                self.books.gradients(step, 0, self._state.gradients())
+                if self._reads:
+                    self._state.observe_gradients(Phase.POST_BACKWARD)
+            if self._reads and not step.updated:
                 self._state.observe_buffers(Phase.UPDATE)
             rows = self._rows(step)
             self._drained, self._ahead = [], 0
             missed = self.gradients.never_came() if step.backwards else []
-            ledger = step.row(rows, self._buffer.sites, len(missed), self._notes(missed))
+            ledger = {
+                **step.row(len(rows), len(missed), self._notes(missed)),
+                **self.books.row(step, ended=True),
+            }
         self._ended(rows, ledger)
 
     def _rows(self, step: OpenStep) -> npt.NDArray[np.void]:
@@ -185,7 +201,9 @@ class StepRecorder(StepListener):
         step.backwards += 1
         name = "loss" if accumulates else "differentiated value"
         with Quiet():
-            for index, root in enumerate(roots):
+            if accumulates:
+                self.books.backward(step, roots)
+            for index, root in enumerate(roots if self._reads else ()):
                 slot = name if len(roots) == 1 else f"{name}[{index}]"
                 hook = self.gradients.hook_on(root) if root.requires_grad else None
                 self._buffer.observe(None, Phase.LOSS, Role.LOSS, slot, root, 0, hook.stats if hook else None)
@@ -197,34 +215,66 @@ class StepRecorder(StepListener):
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._concerned(optimizer):
             return
-        if self.step is not None and self.step.closing and id(optimizer) in self.step.optimizers:
-            self.end()
+        if self.step is not None and id(optimizer) in self.step.optimizers:
+            self.end()  # it has had its update: what comes now is the next step's
         step = self.step or self.open()
-        step.attempted += 1
+        step.began[id(optimizer)] += 1
         first_sight = all(known is not optimizer for known in self._known())
         with Quiet():
+            self.books.updates.see(optimizer)
+            self.books.before_update(step, self._state.trained())
             self._read_gradients(step, optimizer, Phase.OPTIMIZER)
             if first_sight:
                 self._found.append(weakref.ref(optimizer))
-                self._state.observe_optimizer(optimizer, Phase.OPTIMIZER)
+                if self._reads:
+                    self._state.observe_optimizer(optimizer, Phase.OPTIMIZER)
         step.optimizers.add(id(optimizer))
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         step = self.step
         if step is None or not self._concerned(optimizer):
             return
+        step.ended[id(optimizer)] += 1
         with Quiet():
-            self._state.observe_parameters(Phase.UPDATE, optimizer)
-            if not step.updated:
-                self._state.observe_buffers(Phase.UPDATE)
-            self._state.observe_optimizer(optimizer, Phase.UPDATE)
+            self.books.after_update(step)
+            if self._reads:
+                self._state.observe_parameters(Phase.UPDATE, optimizer)
+                if not step.updated:
+                    self._state.observe_buffers(Phase.UPDATE)
+                self._state.observe_optimizer(optimizer, Phase.UPDATE)
+            found = getattr(optimizer, "found_inf", None)  # a fused kernel skips by it, whoever set it
+            if isinstance(found, torch.Tensor) and found.numel() == 1:
+                step.found_inf[id(optimizer)] = (detached(found),)
         step.updated = True
         if not self._scaled:
             step.close()
             self._tell_if_closed()
 
     def scaler_seen(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaled = True
+        self._scaled = self._scaled or scaler.is_enabled()
+
+    def loss_scaled(self, scaler: torch.amp.GradScaler, given: Any, scaled: Any) -> None:
+        if self.active:
+            step = None if self.step is None or self.step.closing else self.step
+            with Quiet():
+                self.books.loss_scaled(step, _scale_of(scaler), given, scaled)
+
+    def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        if self.step is not None and self._concerned(optimizer):
+            self.step.unscaled.add(id(optimizer))
+
+    def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
+        several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        if self.step is None or not self.active or not isinstance(several, (list, tuple)):
+            return
+        if any(id(parameter) in self._state.parameters for parameter in several):
+            with Quiet():
+                self.books.clipped(self.step, max_norm, total_norm)
+
+    def scheduler_stepped(self, scheduler: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if self.step is not None and optimizer is not None and self._concerned(optimizer):
+            self.books.scheduled(self.step, scheduler)
 
     def scaler_stepped(
         self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
@@ -232,23 +282,38 @@ class StepRecorder(StepListener):
         step = self.step
         if step is None or not self._concerned(optimizer):
             return
+        self._scalers.add(id(scaler))
         with Quiet():  # a copy: `scaler.update` adds what the other optimizers' gradients held to the first one's
             step.found_inf[id(optimizer)] = tuple(found.clone() for found in found_inf)
         if id(optimizer) not in step.optimizers:
-            step.attempted += 1
+            step.began[id(optimizer)] += 1
             step.optimizers.add(id(optimizer))
             with Quiet():
+                self.books.updates.see(optimizer)
                 self._read_gradients(step, optimizer, Phase.POST_BACKWARD)
 
     def scaler_updates(self, scaler: torch.amp.GradScaler) -> None:
-        if self.step is not None:
+        if self.step is not None and self._is_ours(scaler):
             self.step.scale_before = _scale_of(scaler)
 
     def scaler_updated(self, scaler: torch.amp.GradScaler) -> None:
-        if self.step is not None:
+        if self.step is not None and self._is_ours(scaler):
             self.step.scale_after = _scale_of(scaler)
             self.step.close()
             self._tell_if_closed()
+
+    def _is_ours(self, scaler: torch.amp.GradScaler) -> bool:
+        """Another model's scaler may be updated in the midst of our step."""
+        return not self._scalers or id(scaler) in self._scalers
+
+    def _model_returned(self, output: Any) -> None:
+        if self.active and torch.is_grad_enabled() and isinstance(output, Mapping):
+            with Quiet():
+                self.books.losses = {
+                    str(name): detached(value)
+                    for name, value in output.items()
+                    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+                }
 
     def _tell_if_closed(self) -> None:
         if self.step is not None and self.step.closing and torch._C._current_graph_task_id() < 0:
@@ -261,9 +326,11 @@ class StepRecorder(StepListener):
         return self._waiting()
 
     def _read_gradients(self, step: OpenStep, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
+        self.books.gradients(step, id(optimizer), self._state.gradients(optimizer))
         begin = len(self._buffer.rows)
-        self._state.observe_gradients(phase, optimizer)
-        step.gradient_rows[id(optimizer)] = (begin, len(self._buffer.rows))
+        if self._reads:
+            self._state.observe_gradients(phase, optimizer)
+            step.gradient_rows[id(optimizer)] = (begin, len(self._buffer.rows))
         step.gradients_seen = True
         step.learning_rates += [group.get("lr") for group in optimizer.param_groups]
 

@@ -22,6 +22,7 @@ import torch
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.finished import FinishedSteps, Writer
 from nantrace.capture.hooks import install
+from nantrace.capture.ledger import OpenStep
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
 from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_options
@@ -194,7 +195,8 @@ class Tracer:
         Args:
             batch_id: what to call the step's batch; a number or a string.
             lr: learning rate, or one a parameter group; that of the optimizer by default.
-            loss: the loss, a number or a tensor; the root of backward by default.
+            loss: the loss, a number or a tensor, or its parts by name: {"ce": ..., "kl": ...}, of which "loss" or
+                "total" is the whole; the root of backward by default.
 
         Raises:
             RuntimeError: outside the block.
@@ -207,10 +209,14 @@ class Tracer:
         step = self._steps.step
         if step is not None:
             step.batch_id, step.lr = batch_id, lr
-            step.loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            self._attempt(functools.partial(self._take_losses, step, loss))
         self._attempt(self._steps.end)
         if not self._users_exception_is_under_way():
             self._report(quietly=False)
+
+    def _take_losses(self, step: OpenStep, loss: Any) -> None:
+        with Quiet():
+            step.take_losses(loss)
 
     def _prepare(self) -> None:
         """Make the recorders, and the file: whatever can be wrong is wrong before a hook is placed."""
@@ -233,6 +239,7 @@ class Tracer:
             optimizers=self._optimizers,
             batch=self._batch,
             scaled=self._scaled,
+            reads=True,
             begins=self._step_begins,
             closed=self._step_closed,
             ended=self._step_ended,

@@ -1,0 +1,101 @@
+"""Norms of gradients: one reduction over all of them, left where they lie until the step has ended.
+
+Changes no gradient and grows no graph. Knows nothing of optimizers, scales or steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nantrace.stats.unwrap import PLAIN, UnreadableError, check_readable, unwrapped
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The 2-norm of each of several tensors.
+
+    Attributes:
+        names: of the tensors.
+        parts: places in `names`, and the norms of the tensors there: one vector for each device, unread.
+        unread: names of tensors that have no norm here: sparse ones that were not coalesced, for example.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
+    unread: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def values(self) -> npt.NDArray[np.float64]:
+        """The norms in the order of `names`; NaN where a tensor holds NaN. Waits for the device."""
+        found = np.zeros(len(self.names))
+        for places, norms in self.parts:
+            found[list(places)] = norms.double().cpu().numpy()
+        return found
+
+
+def norms_of(named: Sequence[tuple[str, torch.Tensor]]) -> Norms:
+    """Norms of named tensors, of a DTensor those of its local shard. Call within `Quiet`.
+
+    float64 stays float64; everything else is summed in float32, since squares leave float16 early. On a CPU a norm
+    whose squares leave float32 as well is computed once more in float64; on a device it stays infinite.
+    """
+    names: list[str] = []
+    unread: list[str] = []
+    groups: dict[tuple[torch.device, bool], tuple[list[int], list[torch.Tensor]]] = {}
+    for name, tensor in named:
+        values = values_of(tensor)
+        if values is None:
+            unread.append(name)
+            continue
+        places, tensors = groups.setdefault((values.device, values.dtype is torch.float64), ([], []))
+        places.append(len(names))
+        tensors.append(values)
+        names.append(name)
+    parts = []
+    for (device, double), (places, tensors) in groups.items():
+        vector = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64 if double else torch.float32))
+        parts.append((tuple(places), _beyond_float32(vector, tensors) if device.type == "cpu" else vector))
+    return Norms(tuple(names), tuple(parts), tuple(unread))
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Floating-point numbers whose norm is that of the tensor, without a copy; None where there are none to read."""
+    try:
+        if tensor.layout is torch.sparse_coo:
+            if not tensor.is_coalesced():  # its values are sums that nobody has formed yet
+                return None
+            tensor = tensor._values()
+        plain = tensor if type(tensor) in PLAIN else unwrapped(tensor)
+        if plain.layout is not torch.strided:
+            return None
+        check_readable(plain)
+    except (UnreadableError, RuntimeError, NotImplementedError):
+        return None
+    if plain.is_complex():
+        return torch.view_as_real(plain.resolve_conj())
+    return plain if plain.is_floating_point() and plain.element_size() > 1 else None
+
+
+def _beyond_float32(norms: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    infinite = torch.isinf(norms).nonzero().flatten().tolist()
+    if not infinite:
+        return norms
+    exact = norms.double()
+    for place in infinite:
+        exact[place] = torch.linalg.vector_norm(tensors[place], dtype=torch.float64)
+    return exact
+
+
+def total(norms: Sequence[float]) -> float:
+    """The norm of all tensors together, given theirs; NaN if one of them is."""
+    largest = max(norms, default=0.0)
+    if not all(norm - norm == 0 for norm in norms):
+        return math.nan if any(norm != norm for norm in norms) else math.inf
+    return largest * math.sqrt(sum((norm / largest) ** 2 for norm in norms)) if largest else 0.0
