@@ -1,7 +1,8 @@
-"""The command line: `nantrace report`, `info`, `diff`, `export`, `bisect`. Knows the commands and their options.
+"""The command line: `nantrace report`, `info`, `diff`, `export`, `bisect`, `checkpoint`. Knows commands and options.
 
-Exit codes: 0 done; 1 with `--exit-code` and a fault (of `diff`, a difference); 2 usage; 3 a `NantraceError`, output
-that cannot be written, or a file or step of the user's that raised or left before anything was found; 130 interrupted.
+Exit codes: 0 done; 1 with `--exit-code` and a fault (of `diff`, a difference; of `checkpoint`, a file that fails);
+2 usage; 3 a `NantraceError`, output that cannot be written, a checkpoint that cannot be read, or a file or step of the
+user's that raised or left before anything was found; 130 interrupted.
 Progress goes to stderr.
 """
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nantrace import __version__
-from nantrace.console import FAULT, Progress, colour, fail, knows_unicode, note, say, sentences, width, writing
+from nantrace.console import ERROR, FAULT, Progress, colour, fail, knows_unicode, note, say, sentences, width, writing
 
 if TYPE_CHECKING:
     from nantrace.diagnosis.verdict import Verdict
@@ -117,6 +118,36 @@ def export(trace: str, form: Any, output: str | None) -> None:
             made = write(loaded, form, target)
         note(f"Wrote {made.path}: {made.written}.")
         note(f"Next: {shlex.join(made.command or ('nantrace', 'report', trace))}")
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if a file fails.")
+def checkpoint(files: tuple[str, ...], as_json: bool, exit_code: bool) -> None:
+    """Check checkpoints for nonfinite values, tensor by tensor; no code in them is run.
+
+    A FILE is .pt, .pth, .bin, .safetensors, or the folder of a torch distributed checkpoint.
+    """
+    progress = Progress()
+    with sentences(so_far=lambda: progress.last or ""):
+        from nantrace.checkpoint.check import check_checkpoint, paced
+        from nantrace.render.cells import harmless
+        from nantrace.render.checkpoint import text
+
+        watched = sys.stderr is not None and sys.stderr.isatty()
+        found = check_checkpoint(*files, progress=paced(progress) if watched else None)
+        if as_json:
+            _print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        else:
+            _print(text(found, width=width(), ascii=not knows_unicode()))
+        unreadable = [file for file in found.files if file.error is not None]
+        for file in unreadable:
+            note(f"nantrace: {harmless(file.error)}")
+        if unreadable:
+            sys.exit(ERROR)
+        if exit_code and any(file.status == "fails" for file in found.files):
+            sys.exit(FAULT)
 
 
 @main.command(context_settings={"ignore_unknown_options": False})

@@ -16,7 +16,7 @@ ROOT = Path(nantrace.__file__).parent
 
 #: Top-level modules that only some parts may import. Parts are paths inside the package; a folder ends with "/".
 OWNERS = {
-    "torch": ("capture/", "flow/", "stats/", "replay/", "api.py"),
+    "torch": ("capture/", "flow/", "stats/", "replay/", "checkpoint/", "api.py"),
     "h5py": ("store/",),
     "triton": ("stats/fused.py",),
     "click": ("cli.py",),
@@ -38,10 +38,11 @@ FORBIDDEN = {
     "render/": ("capture", "flow", "store", "replay", "stats", "api", "cli"),
     "replay/": ("render", "api", "cli"),
     "export/": ("capture", "flow", "store", "diagnosis", "replay", "stats", "api", "cli"),
+    "checkpoint/": ("capture", "flow", "store", "render", "replay", "api", "cli"),
     "api.py": ("cli",),
     "__init__.py": ("cli",),
 }
-TORCHLESS = ("replay/search.py", "replay/target.py")
+TORCHLESS = ("replay/search.py", "replay/target.py", "checkpoint/result.py", "checkpoint/expected.py")
 
 
 def files() -> list[str]:
