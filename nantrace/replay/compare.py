@@ -24,12 +24,7 @@ def difference(one: Ends, other: Ends) -> str:
     """What differs and matters, as the end of a sentence; "" if nothing does."""
     if one.raised != other.raised:
         return f"the first raised {one.raised or 'nothing'}, the second {other.raised or 'nothing'}"
-    for call, pair in enumerate(zip(one.inputs, other.inputs, strict=False), 1):
-        if pair[0] != pair[1]:
-            return f"the model was called with other values{f' in its call {call}' if call > 1 else ''}"
-    if len(one.inputs) != len(other.inputs):
-        return f"the model was called {len(one.inputs)} times, then {len(other.inputs)}"
-    return _of_losses(one, other) or _of_places(one, other)
+    return _of_calls(one, other) or _of_losses(one, other) or _of_places(one, other)
 
 
 def finer(one: Ends, other: Ends) -> str:
@@ -54,6 +49,18 @@ def finer(one: Ends, other: Ends) -> str:
 def number(bits: str) -> str:
     """A loss as it was kept, for people."""
     return repr(float.fromhex(bits)) if "0x" in bits else bits
+
+
+def _of_calls(one: Ends, other: Ends) -> str:
+    """Of two runs that were both listened to: a run whose calls nobody heard says nothing about them."""
+    if one.inputs is None or other.inputs is None:
+        return ""
+    for call, pair in enumerate(zip(one.inputs, other.inputs, strict=False), 1):
+        if pair[0] != pair[1]:
+            return f"the model was called with other values{f' in its call {call}' if call > 1 else ''}"
+    if len(one.inputs) != len(other.inputs):
+        return f"the model was called {len(one.inputs)} times, then {len(other.inputs)}"
+    return ""
 
 
 def _of_losses(one: Ends, other: Ends) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Ends:
     Attributes:
         losses: each root of a backward pass as text: its exact bits, or "nan", "inf", "-inf".
         nonfinite: the ends that the run made nonfinite, in order of time.
-        inputs: what the model was called with each time, as digests of its bits.
+        inputs: what the model was called with each time, as digests of its bits; None if nobody listened.
         gradients: (parameter, digest of its bits) of each gradient that was finite, where it was used or left.
         random: (stream, digest) of the global random streams at the end.
         error: what the step raised, in a sentence: type, message, line; None if it ended well.
@@ -55,7 +55,7 @@ class Ends:
 
     losses: tuple[str, ...] = ()
     nonfinite: tuple[End, ...] = ()
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] | None = ()
     gradients: tuple[tuple[str, str], ...] = ()
     random: tuple[tuple[str, str], ...] = ()
     error: str | None = None
@@ -95,10 +95,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EndsListener(StepListener):
-    """Looks at the ends of one run; ask for `ends` when `ended` was told what the run returned or raised."""
+    """Looks at the ends of one run; ask for `ends` when `ended` was told what the run returned or raised.
+
+    `hears_calls`: asked at the end whether it was told of each call of the model; set by whoever lets it be told.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self.hears_calls: Callable[[], bool] = bool
         self._scanner = Scanner()
         self._names = {id(p): fqn(name) for name, p in model.named_parameters()}
         self._losses: list[str] = []
@@ -121,7 +125,9 @@ class EndsListener(StepListener):
                 self._look("loss", "loss", plain)
 
     def model_called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward pre-hook of the model."""
+        """A forward pre-hook of the model. Compiled into it, it does nothing: the first line is decided then."""
+        if torch.compiler.is_compiling():
+            return
         if len(self._inputs) < _MOST_CALLS:
             try:
                 with _unseen():
@@ -175,7 +181,7 @@ class EndsListener(StepListener):
         self.ends = Ends(
             tuple(self._losses),
             tuple(self._found.values()),
-            tuple(self._inputs),
+            tuple(self._inputs) if self.hears_calls() else None,
             tuple(sorted(self._gradients.items())),
             tuple((name, _digest_of(state)) for name, state in random_state().items()),
             told,

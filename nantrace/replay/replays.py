@@ -115,16 +115,26 @@ class Replays:
 @contextlib.contextmanager
 def _listening(model: torch.nn.Module, listener: EndsListener) -> Iterator[None]:
     """Lets the listener see what the model is called with, where a hook changes nothing."""
-    compiler = "torch._dynamo" in sys.modules  # a hook would be compiled into the model, whoever compiled it
     outside = isinstance(model, getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ()))
-    if not (outside or (not compiler and all(each.hookable for each in watched_modules(model, depth=0)[0]))):
+    hookable = not _compiles() and all(each.hookable for each in watched_modules(model, depth=0)[0])
+    if not (outside or hookable):
         yield
         return
+    listener.hears_calls = lambda: outside or not _compiles()
     handle = model.register_forward_pre_hook(listener.model_called, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _compiles() -> bool:
+    """Whether anything in this process went through the compiler: calls of what it compiled run no hook.
+
+    That the compiler is loaded says nothing: the first optimizer loads it, often in the middle of a run.
+    """
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return bool(getattr(compiler, "FRAME_COUNTER", "torch._dynamo" in sys.modules))
 
 
 def called(step: Callable[[], Any]) -> tuple[Any, Exception | None]:

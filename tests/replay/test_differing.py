@@ -174,6 +174,7 @@ def changed(**fields: Any) -> Ends:
     [
         ({"inputs": ("b",)}, "the model was called with other values"),
         ({"inputs": ("a", "a")}, "the model was called 1 times, then 2"),
+        ({"inputs": None}, ""),
         ({"losses": ("nan",)}, "the loss was 1.0, then nan"),
         ({"losses": ("0x1.8p+0",)}, "the loss was 1.0, then 1.5"),
         ({"losses": ()}, "1 backward passes, then 0"),
