@@ -35,6 +35,7 @@ _HOME = {
     "CaptureError": "nantrace.errors",
     "MissingExtraError": "nantrace.errors",
     "NantraceWarning": "nantrace.errors",
+    "RecipeWarning": "nantrace.errors",
 }
 
 __all__ = [*_HOME, "__version__"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
+from nantrace.diagnosis.recipe import departures
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.report import Report
@@ -107,6 +108,7 @@ def trace(
         overwrite=overwrite,
         stats=stats,
         judge=_judge(path),
+        departures=departures,
         observers=observers,
         ops=_live_ops(model, batch, optimizers or None, ops),
     )

@@ -35,3 +35,7 @@ class MissingExtraError(NantraceError, ImportError):
 
 class NantraceWarning(UserWarning):
     """What nantrace found or could not do while training goes on."""
+
+
+class RecipeWarning(NantraceWarning):
+    """A step departs from the recipe of mixed precision, whether or not it has gone nonfinite yet."""

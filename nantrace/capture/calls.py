@@ -44,6 +44,7 @@ class CallRecorder:
         active: hooks do nothing while it is False.
         model_called: whether the model was called in this step: what modules outside it do then belongs to the loss.
         unopened: classes of arguments and outputs that were not looked into.
+        told: called when a module of the model begins its forward.
         unread: tensors that could not be read because a functorch transform or a tracer was at work.
     """
 
@@ -59,6 +60,7 @@ class CallRecorder:
         self.model_called = False
         self.unopened: set[str] = set()
         self.unread = 0
+        self.told: Callable[[], None] | None = None
         self._buffer = buffer
         self._gradients = gradients
         self._outermost = outermost
@@ -77,6 +79,8 @@ class CallRecorder:
                 stack = self._stack()
             call = next(self._numbers)
             phase = self._phase(place, in_backward, bool(stack))
+            if place.inside and not in_backward and self.told is not None:
+                self.told()
             stack.append((place, call, phase))
             if not place.selected:
                 return

@@ -289,7 +289,8 @@ def _schedulers() -> list[type[LRScheduler]]:
 def _scheduler_step(original: Any) -> Callable[..., Any]:
     def nantrace_scheduler_step(self: LRScheduler, *args: Any, **kwargs: Any) -> Any:
         inner = id(self) in _stepping  # a class whose `step` calls that of its parent
-        setting_up = getattr(self, "_step_count", 1) == 0
+        # Not every class counts its steps, so its own count does not tell.
+        setting_up = sys._getframe(1).f_code.co_name == "_initial_step"
         _stepping.add(id(self))
         try:
             result = original(self, *args, **kwargs)

@@ -82,13 +82,13 @@ _ABOUT_GLOBAL_HOOKS = (
 )
 
 
-def warn_user(sentence: str) -> None:
+def warn_user(sentence: str, category: type[NantraceWarning] = NantraceWarning) -> None:
     """Warn at the user's line, every time: a cell of a notebook that runs again must be told again."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
         frame = frame.f_back
     # A registry of its own keeps Python from showing a sentence only once a line.
-    warnings.warn_explicit(sentence, NantraceWarning, frame.f_code.co_filename, frame.f_lineno, registry={})
+    warnings.warn_explicit(sentence, category, frame.f_code.co_filename, frame.f_lineno, registry={})
 
 
 _NOT_THE_USER = ("nantrace", "torch", "contextlib")

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from nantrace.capture.buffer import Buffer
+from nantrace.capture.conduct import Conduct
 from nantrace.capture.finished import FinishedSteps, Writer
 from nantrace.capture.hooks import install
 from nantrace.capture.ledger import OpenStep
@@ -34,7 +35,7 @@ from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
 from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path, warn_user
 from nantrace.capture.targets import refuse_taken, refuse_written_twice
-from nantrace.errors import NantraceWarning, NonfiniteError
+from nantrace.errors import NantraceWarning, NonfiniteError, RecipeWarning
 from nantrace.events import Raised, Site, Trace
 from nantrace.lineage import Lineage
 
@@ -63,6 +64,8 @@ class Tracer:
         overwrite: replace an existing trace.
         stats: "range", "full", or "auto": range on a CPU, full where it costs the same.
         judge: says of a step with nonfinite values what to tell the user.
+        departures: says of a row of the ledger which rules of mixed precision the step broke: a rule and a sentence
+            each. A rule is warned of once, after its step and outside of hooks.
         observers: told when steps begin and end.
         ops: records single ops.
         open_writer: (path, modules=, meta=, overwrite=) -> writer; that of `nantrace.store` by default.
@@ -100,6 +103,7 @@ class Tracer:
         overwrite: bool = False,
         stats: Literal["auto", "range", "full"] = "auto",
         judge: Callable[[Trace], tuple[str | None, bool]] | None = None,
+        departures: Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]] | None = None,
         observers: Sequence[StepObserver] = (),
         ops: OpRecorder | None = None,
         open_writer: Callable[..., Writer] | None = None,
@@ -134,7 +138,8 @@ class Tracer:
         self._thread: int | None = None
         self._writer: Writer | None = None
         self._failure: Exception | None = None
-        self._unsaid: list[str] = []
+        self._unsaid: list[tuple[str, type[NantraceWarning]]] = []
+        self._departures, self._broken, self._departed = departures, set[str](), list[str]()
         self._error: NonfiniteError | None = None  # waits to be raised
         self._slower: set[torch.device] = set()
         self._given: NonfiniteError | None = None  # was raised
@@ -163,6 +168,7 @@ class Tracer:
                 self._ops.end(kind, error, traceback)
             self._note_the_exception(error)
             self._attempt(self._finish)
+            self._say_departures()
         finally:
             self._stop()
             self._exits.close()
@@ -211,6 +217,7 @@ class Tracer:
             step.batch_id, step.lr = batch_id, lr
             self._attempt(functools.partial(self._take_losses, step, loss))
         self._attempt(self._steps.end)
+        self._say_departures()
         if not self._users_exception_is_under_way():
             self._report(quietly=False)
 
@@ -248,6 +255,10 @@ class Tracer:
             failed=self._failed,
         )
 
+        device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
+        self._conduct = Conduct(device, state.concerns, self._failed)
+        self._steps.calls.told, self._steps.gradients.told = self._conduct.module_begins, self._conduct.accumulated
+
     def files(self) -> list[str]:
         """What this tracer and its observers write within the block."""
         found = [self._file, *(observer.path for observer in self._observers)]
@@ -269,6 +280,7 @@ class Tracer:
         for undo in install(steps.calls, self._watched):
             exits.callback(undo)
         exits.enter_context(Lifecycle(steps))
+        exits.enter_context(Lifecycle(self._conduct))  # told last: by then the step is open
         watch_forks()
         running.add(self)
         steps.active = steps.calls.active = steps.gradients.active = True
@@ -309,6 +321,10 @@ class Tracer:
                 self._steps.end()
 
     def _step_ended(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> None:
+        conduct = self._conduct.facts()
+        if conduct:
+            ledger = {**ledger, "conduct": conduct}
+            self._note_departures(ledger)
         for device, why in self._buffer.failures.items():
             if device not in self._slower:
                 self._slower.add(device)
@@ -344,6 +360,16 @@ class Tracer:
         elif self._on_nonfinite == "warn" and self.faults == 1:
             self._say(sentence)
 
+    def _note_departures(self, ledger: dict[str, Any]) -> None:
+        for rule, sentence in self._departures(ledger) if self._departures is not None else ():
+            if rule not in self._broken:
+                self._broken.add(rule)
+                self._departed.append(sentence)
+
+    def _say_departures(self) -> None:
+        while self._departed:
+            self._say(self._departed.pop(0), RecipeWarning)
+
     def _spill(self, rows: npt.NDArray[np.void]) -> None:
         self._finished.spill(rows, self._buffer.sites)
 
@@ -377,13 +403,14 @@ class Tracer:
 
     def _stop(self) -> None:
         self._steps.active = self._steps.calls.active = self._steps.gradients.active = False
+        self._steps.calls.told = self._steps.gradients.told = None
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, sentence: str, category: type[NantraceWarning] = NantraceWarning) -> None:
         """Warn now; where warnings are errors, wait until raising one cannot break the user's step."""
         try:
-            warn_user(sentence)
+            warn_user(sentence, category)
         except NantraceWarning:
-            self._unsaid.append(sentence)
+            self._unsaid.append((sentence, category))
 
     def _users_exception_is_under_way(self) -> bool:
         handled = sys.exc_info()[1]
@@ -391,6 +418,7 @@ class Tracer:
 
     def _to_raise(self) -> Exception | None:
         """What goes to the user out of the call that ended a step."""
+        self._say_departures()
         if self._error is None or self._users_exception_is_under_way():
             return None
         self._given, self._error = self._error, None
@@ -401,8 +429,8 @@ class Tracer:
         error, self._error = self._error, None
         unsaid, self._unsaid = self._unsaid, []
         if not quietly:
-            for sentence in unsaid:
-                warn_user(sentence)
+            for sentence, category in unsaid:
+                warn_user(sentence, category)
             if error is not None:
                 self._given = error
                 raise error
