@@ -5,12 +5,14 @@ Each function imports what it needs when called, so that reading a trace loads n
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.recipe import departures
+from nantrace.diagnosis.standstill import is_stuck
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.report import Report
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from nantrace.replay.step import Step
 
 __all__ = ["bisect", "diagnose", "diff", "load", "report", "trace"]
+
+#: Stuck steps that are remembered while a trace goes on: several optimizers may take turns.
+_TURNS = 8
 
 
 def trace(
@@ -220,10 +225,19 @@ def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | st
 
 
 def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:
-    """What a tracer asks of a step that holds nonfinite values."""
+    """What a tracer asks of a step that holds nonfinite values.
+
+    A step is judged by its own rows, with the ledger of the stuck steps directly before it: two in a row are a fault.
+    """
+    before: list[Mapping[str, Any]] = []
 
     def judge(trace: Trace) -> tuple[str | None, bool]:
-        verdict = diagnose(trace)
+        now = trace.steps[-1]
+        before[:] = [row for row in before if row["step"] < now["step"]]
+        if before and before[-1]["step"] != now["step"] - 1:
+            before.clear()
+        verdict = diagnose(dataclasses.replace(trace, steps=(*before, *trace.steps)))
+        before[:] = [*before[-_TURNS:], now] if is_stuck(now) else []
         fault = verdict.status == "fault"
         return (sentence(verdict, None if path is None else os.fspath(path)) if fault else None), fault
 

@@ -27,6 +27,7 @@ from nantrace.diagnosis.parents import (
     put_in,
 )
 from nantrace.diagnosis.seen import Seen
+from nantrace.diagnosis.standstill import stands_still
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.events import Phase, Role, Trace
 
@@ -104,7 +105,7 @@ def _excused(seen: Seen, sink: int) -> bool:
     if role == Role.GRAD:
         return evidence.skipped(seen, step) and seen.phase[sink] != Phase.OPTIMIZER
     if role == Role.LOSS:
-        return evidence.skipped(seen, step) or _thrown_away(seen, sink)
+        return step not in seen.standstill and (evidence.skipped(seen, step) or _thrown_away(seen, sink))
     if role == Role.BUFFER:
         return seen.mark[sink] or not _is_new(seen, sink)
     return False
@@ -166,6 +167,8 @@ def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
     elif not external:
         why = growth.exploded(seen, root[0])
         stage = "update" if why else stage
+    if why is None and int(seen.step[sink]) in seen.standstill:
+        why = stands_still(seen.standstill)
     return Blame("fault", root, sink, stage, tuple(r for r in roots if r != root), why)
 
 

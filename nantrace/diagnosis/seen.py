@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from nantrace.diagnosis.standstill import standstill
 from nantrace.events import Columns, Phase, Role, Site, TensorStats, Trace
 from nantrace.lineage import Operand
 
@@ -111,6 +112,11 @@ class Seen:
         written = (self.phase == Phase.UPDATE) & np.isin(self.role, [int(Role.PARAM), int(Role.STATE)])
         never = np.isin(self.role, [int(role) for role in _NEVER_MASKS]) | written
         return np.asarray(self.negative & ~self.nan & ~self.positive & ~never)
+
+    @cached_property
+    def standstill(self) -> tuple[int, ...]:
+        """The last steps, if a gradient scaler skipped each of them over a loss that no scale makes finite."""
+        return standstill(self.trace.steps)
 
     @cached_property
     def classes(self) -> dict[str, str]:
