@@ -104,6 +104,16 @@ def test_parameters_are_named_only_where_the_file_leaves_no_doubt(tmp_path: Path
     assert by_name(saved(state, tmp_path / "b.pt"))["optimizer.state.2.exp_avg"].parameter == "0.bias"
 
 
+def test_a_tied_weight_counts_as_one_parameter(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    assert by_name(file)["optimizer.state.3.exp_avg"].parameter == "2.weight"
+
+
 def test_numbers_of_the_state_fail_and_others_are_told(tmp_path: Path) -> None:
     state = training() | {"best_loss": INF}
     state["scaler"]["scale"] = NAN
