@@ -109,10 +109,9 @@ class Books:
             self._checkpoint = {name: value for name, value in said.items() if name != "kind"}
         (self._waiting if step is None else step.decisions).append(said)
 
-    def left(self) -> list[Mapping[str, Any]]:
-        """What was put on record after the last step."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+    def has_notes(self) -> bool:
+        """Whether something was put on record that no step has taken."""
+        return bool(self._waiting)
 
     def row(self, step: OpenStep, ended: bool) -> dict[str, Any]:
         """What stands in the ledger beside the step's own row. Waits for the device.

@@ -105,8 +105,8 @@ class EveryModule:
         return place
 
 
-def install(recorder: CallRecorder, watched: Sequence[Watched]) -> list[Callable[[], object]]:
-    """Put hooks on the watched modules and around all others. Returns what undoes it."""
+def install(recorder: CallRecorder, watched: Sequence[Watched], everywhere: bool = True) -> list[Callable[[], object]]:
+    """Put hooks on the watched modules and, `everywhere`, around all others. Returns what undoes it."""
     reference = weakref.ref(recorder)
     handles: list[Any] = []
     for entry in watched:
@@ -115,6 +115,8 @@ def install(recorder: CallRecorder, watched: Sequence[Watched]) -> list[Callable
             before, after = BeforeForward(reference, place), AfterForward(reference, place)
             handles.append(entry.module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(entry.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+    if not everywhere:
+        return [handle.remove for handle in handles]
     every = EveryModule(recorder, watched)
     handles.append(register_module_forward_pre_hook(every.before))
     after_every = register_module_forward_hook(every.after, with_kwargs=True, always_call=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _ON_NONFINITE = ("warn", "raise", "ignore")
-_STATS = ("auto", "range", "full")
+_STATS = ("auto", "range", "full", "none")
 
 
 def refuse_wrong_options(

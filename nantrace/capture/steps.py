@@ -25,7 +25,7 @@ from nantrace.capture.ledger import OpenStep, detached
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.state import StateRecorder
-from nantrace.events import Phase, Role
+from nantrace.events import EVENT, Phase, Role
 
 Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
 
@@ -158,6 +158,21 @@ class StepRecorder(StepListener):
                 **self.books.row(step, ended=True),
             }
         self._ended(rows, ledger)
+
+    def note(self, kind: str, reason: str | None, facts: Mapping[str, Any]) -> None:
+        """Put a decision on record."""
+        with Quiet():
+            self.books.note(self.step, kind, reason, facts)
+
+    def end_with_notes(self) -> None:
+        """What was put on record after the last step gets a row without events."""
+        if self.step is None and self.books.has_notes():
+            step = OpenStep(self._next)
+            self._next += 1
+            self.books.opened(step)
+            with Quiet():
+                row = {**step.row(0, 0, ()), **self.books.row(step, ended=True)}
+            self._ended(np.zeros(0, EVENT), row)
 
     def _rows(self, step: OpenStep) -> npt.NDArray[np.void]:
         """All rows of the open step, numbered from 1."""

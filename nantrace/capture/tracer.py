@@ -41,6 +41,9 @@ from nantrace.lineage import Lineage
 
 OnNonfinite = Literal["warn", "raise", "ignore"]
 
+# What a ledger alone tells of nonfinite values.
+_TOLD = ("loss", "gradient_norm")
+
 
 class Tracer:
     """Records what each module reads and puts out, gradients and state, step by step.
@@ -62,7 +65,8 @@ class Tracer:
             end, and is only a warning if that exception ends the block.
         keep_steps: hold only so many steps back, and keep them when a step goes nonfinite and at the end.
         overwrite: replace an existing trace.
-        stats: "range", "full", or "auto": range on a CPU, full where it costs the same.
+        stats: "range", "full", or "auto": range on a CPU, full where it costs the same; "none" reads no tensor but the
+            loss and the norms of the gradients, and keeps only the ledger of the steps.
         judge: says of a step with nonfinite values what to tell the user.
         departures: says of a row of the ledger which rules of mixed precision the step broke: a rule and a sentence
             each. A rule is warned of once, after its step and outside of hooks.
@@ -101,7 +105,7 @@ class Tracer:
         on_nonfinite: OnNonfinite = "warn",
         keep_steps: int | None = None,
         overwrite: bool = False,
-        stats: Literal["auto", "range", "full"] = "auto",
+        stats: Literal["auto", "range", "full", "none"] = "auto",
         judge: Callable[[Trace], tuple[str | None, bool]] | None = None,
         departures: Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]] | None = None,
         observers: Sequence[StepObserver] = (),
@@ -120,6 +124,8 @@ class Tracer:
         )
         patterns = patterns_in("modules", modules)
         self._watched, self._modules = watched_modules(model, patterns, depth)
+        if stats == "none":
+            self._watched = [dataclasses.replace(root, selected=False) for root in self._watched if not root.fqn]
         self._model = model
         self._file: str | None = None  # of this rank
         self._path, self._overwrite, self._open_writer = path, overwrite, open_writer
@@ -221,6 +227,34 @@ class Tracer:
         if not self._users_exception_is_under_way():
             self._report(quietly=False)
 
+    def note(self, kind: str, reason: str | None = None, **facts: Any) -> None:
+        """Put a decision on record: in the row of the step that is open, or of the next one.
+
+        Args:
+            kind: what was decided or done: "quarantine", "warm_restart", "checkpoint", or any word of your own. The
+                latest "checkpoint" is repeated in the rows of later steps.
+            reason: why, in a sentence.
+            facts: more by name, such as `batch_id=17`; of a `path` only its last part is kept.
+
+        Raises:
+            TypeError: `kind` or `reason` is not a text.
+            ValueError: `kind` is empty.
+            RuntimeError: outside the block.
+
+        Example:
+            >>> tracer.note("quarantine", reason="batch 17 holds NaN", batch_id=17)
+        """
+        if not isinstance(kind, str) or not (reason is None or isinstance(reason, str)):
+            which, value = ("kind", kind) if not isinstance(kind, str) else ("reason", reason)
+            raise TypeError(f"note got {which}={value!r}: pass a text")
+        if not kind:
+            raise ValueError("note got kind='': pass a word for what was decided, such as 'quarantine'")
+        if not self._entered or self._ended:
+            raise RuntimeError(
+                "note was called outside of the block of its tracer: call it within `with ... as tracer`"
+            )
+        self._attempt(functools.partial(self._steps.note, kind, reason, facts))
+
     def _take_losses(self, step: OpenStep, loss: Any) -> None:
         with Quiet():
             step.take_losses(loss)
@@ -246,7 +280,7 @@ class Tracer:
             optimizers=self._optimizers,
             batch=self._batch,
             scaled=self._scaled,
-            reads=True,
+            reads=self._stats != "none",
             begins=self._step_begins,
             closed=self._step_closed,
             ended=self._step_ended,
@@ -277,7 +311,7 @@ class Tracer:
         steps = self._steps
         exits.enter_context(eager_instead_of_compiled())
         exits.callback(steps.gradients.remove)
-        for undo in install(steps.calls, self._watched):
+        for undo in install(steps.calls, self._watched, everywhere=self._stats != "none"):
             exits.callback(undo)
         exits.enter_context(Lifecycle(steps))
         exits.enter_context(Lifecycle(self._conduct))  # told last: by then the step is open
@@ -295,6 +329,7 @@ class Tracer:
         if self._ops is not None:
             self._lineage = self._ops.lineage()
         self._steps.end()
+        self._steps.end_with_notes()
         self._finished.release(self._buffer.sites)
         if self._writer is not None and self._lineage is not None:
             self._writer.set_lineage(self._lineage)
@@ -344,7 +379,8 @@ class Tracer:
 
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
-        if not (rows["nan"] + rows["posinf"] + rows["neginf"]).any():
+        told = self._stats == "none" and any(_is_nonfinite(ledger.get(name)) for name in _TOLD)
+        if not told and not (rows["nan"] + rows["posinf"] + rows["neginf"]).any():
             return None
         if self._peeked is not None and self._peeked[0] == len(rows):
             return self._peeked[1]
@@ -441,3 +477,7 @@ class Tracer:
         """Record nothing more. The process was forked: the trace belongs to the parent."""
         self._failure = self._failure or RuntimeError("forked")
         self._stop()
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and value - value != 0

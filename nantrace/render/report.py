@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from nantrace.diagnosis.verdict import Verdict
+from nantrace.diagnosis.verdict import Verdict, plain
 from nantrace.events import Trace
 from nantrace.render.html import cell, page
 from nantrace.render.text import text
@@ -37,7 +37,7 @@ class Report:
         return cell(self.trace, self.verdict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Strict JSON types only: the verdict, and what the trace covers."""
+        """Strict JSON types only: the verdict, what the trace covers, and its ledger, one mapping a step."""
         covers: dict[str, Any] | None = None
         if self.trace is not None:
             covers = {
@@ -46,7 +46,8 @@ class Report:
                 "steps": len(self.trace.steps),
                 "complete": self.trace.complete,
             }
-        return {"verdict": self.verdict.to_dict(), "trace": covers}
+        ledger = [] if self.trace is None else plain(self.trace.steps)
+        return {"verdict": self.verdict.to_dict(), "trace": covers, "ledger": ledger}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report; the extension chooses the form: ".txt", ".json" or ".html".

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
+from nantrace.render import ledger
 from nantrace.render.around import rows_around
 from nantrace.render.cells import columns, harmless, shorten, table, wrap
 from nantrace.render.wording import (
@@ -25,9 +26,9 @@ _READABLE = 100  # columns of a sentence on a wider page
 _BISECT = "nantrace bisect FILE.py:step"
 _HOW = "Which op made it, on which line: let step() in FILE.py return nantrace.Step(run, model, batch), then bisect it."
 
-#: The table of rows: which columns stand at the right, which give way where the page is narrow, which are left out.
-_RIGHT = (False, True, True, False, False, False, False, True, True, True)
-_SHRINK, _DROP = (3, 5, 4), (6, 4, 1, 7)
+#: Of a table: which columns stand at the right, which give way where the page is narrow, which are left out then.
+_Form = tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]
+_ROWS: _Form = ((False, True, True, False, False, False, False, True, True, True), (3, 5, 4), (6, 4, 1, 7))
 
 
 def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool = False, ascii: bool = False) -> str:
@@ -64,6 +65,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
         page.paragraph(f"Left under suspicion: {', '.join(verdict.region)}.", indent=4, whole=True)
     if trace is not None:
         _rows(page, trace, verdict)
+        _ledger(page, trace)
     _what_next(page, trace, verdict)
     return "\n".join(page.lines).rstrip("\n")
 
@@ -107,10 +109,11 @@ class _Page:
         if self.lines and self.lines[-1]:
             self.lines.append("")
 
-    def table(self, rows: Sequence[Sequence[str]], marked: int) -> None:
+    def table(self, rows: Sequence[Sequence[str]], marked: int, form: _Form = _ROWS) -> None:
         """Rows under their head; row `marked` is the culprit."""
+        right, shrink, drop = form
         clean = [[harmless(cell, self.ascii) for cell in row] for row in rows]
-        for number, line in enumerate(table(clean, _RIGHT, self.width, _SHRINK, self.ascii, _DROP)):
+        for number, line in enumerate(table(clean, right, self.width, shrink, self.ascii, drop)):
             self._put(line, "1;31" if number == marked else None)
 
     def _put(self, line: str, style: str | None) -> None:
@@ -129,6 +132,18 @@ def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
     if rows:
         page.gap()
         page.table(rows, marked)
+
+
+def _ledger(page: _Page, trace: Trace) -> None:
+    if not ledger.has_table(trace):
+        return
+    rows, hidden = ledger.ledger_rows(trace)
+    page.gap()
+    page.table(rows, -1, (ledger.RIGHT, ledger.SHRINK, ledger.DROP))
+    if hidden:
+        page.paragraph(f"and {plural(hidden, 'more step')}", indent=4)
+    for sentence in ledger.decisions(trace):
+        page.paragraph(sentence, indent=4)
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:

@@ -336,3 +336,77 @@ def test_a_sampled_step_tells_how_far_each_weight_moved() -> None:
     assert told["names"] == [name for name, _ in model.named_parameters()]
     assert told["gradient"] == pytest.approx(norms, rel=1e-3)
     assert told["update"] == pytest.approx(moved, rel=1e-3)
+
+
+def test_a_decision_stands_in_the_row_of_its_step() -> None:
+    model = _model()
+    with _traced(model) as tracer:
+        model(torch.ones(1, 2))
+        tracer.note("quarantine", reason="batch 17 in /data/train/x.bin holds NaN", batch_id=17)
+        tracer.mark_step()
+        tracer.note("checkpoint", path="/home/me/run/step-1.pt")
+        model(torch.ones(1, 2))
+        tracer.mark_step()
+        tracer.note("warm_restart", lr=math.inf)
+    quarantined, saved, left = tracer.trace.steps
+    assert quarantined["decisions"] == [
+        {"kind": "quarantine", "reason": "batch 17 in x.bin holds NaN", "batch_id": 17},
+    ]
+    assert saved["decisions"] == [{"kind": "checkpoint", "path": "step-1.pt"}]
+    assert (left["events"], left["decisions"]) == (0, [{"kind": "warm_restart", "lr": math.inf}])
+    assert [step.get("checkpoint") for step in tracer.trace.steps] == [None, *2 * [{"path": "step-1.pt"}]]
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((3,), TypeError, "note got kind=3: pass a text"),
+        (("a", 3), TypeError, "note got reason=3: pass a text"),
+        (("",), ValueError, "note got kind='': pass a word"),
+    ],
+)
+def test_a_wrong_note_is_refused(args: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with _traced(_model()) as tracer, pytest.raises(error, match=message):
+        tracer.note(*args)
+
+
+def test_a_note_outside_of_the_block_is_refused() -> None:
+    tracer = _traced(_model())
+    with pytest.raises(RuntimeError, match="outside of the block"):
+        tracer.note("quarantine")
+
+
+def test_the_ledger_alone_reads_no_other_tensor() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = []
+    for stats in ("auto", "none"):
+        torch.manual_seed(0)
+        with Tracer(model, on_nonfinite="ignore", stats=stats) as tracer:  # type: ignore[arg-type]
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(4, 2)).pow(2).mean().backward()
+                optimizer.step()
+        rows.append(tracer.trace.steps)
+        model.load_state_dict(_model().state_dict())
+    assert not len(tracer.trace)
+    assert len(rows[1]) == 3
+    assert all(step["events"] == 0 for step in rows[1])
+    kept = ("attempted_total", "committed_total", "backwards", "lr", "gradient_read")
+    assert [[step[name] for name in kept] for step in rows[0]][1:] == [[s[n] for n in kept] for s in rows[1]][1:]
+
+
+def test_the_ledger_alone_warns_of_a_nonfinite_loss() -> None:
+    import nantrace
+
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(nantrace.NantraceWarning),
+        nantrace.trace(model, stats="none") as tracer,
+    ):
+        (model(torch.ones(1, 2)) * math.nan).sum().backward()
+        optimizer.step()
+    verdict = nantrace.diagnose(tracer.trace)
+    assert verdict.status == "fault"
+    assert verdict.evidence[0] == "The loss of step 0 was nan."

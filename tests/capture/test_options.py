@@ -43,7 +43,7 @@ def _model() -> nn.Module:
             "ops has 'nosuch*', which matches none of the model's 3 modules: '', '0', '1'",
         ),
         ({"ops": ["0", "2"]}, ValueError, "ops has '2', which matches none"),
-        ({"stats": "x"}, ValueError, "stats is 'x': pass one of 'auto', 'range', 'full'"),
+        ({"stats": "x"}, ValueError, "stats is 'x': pass one of 'auto', 'range', 'full', 'none'"),
         ({"stats": 1}, ValueError, "stats is 1: pass one of"),
         ({"on_nonfinite": None}, ValueError, "on_nonfinite is None: pass one of"),
         ({"keep_steps": 0}, ValueError, "keep_steps is 0: pass a positive integer"),

@@ -1,0 +1,100 @@
+"""The ledger of a trace as a table of words: one row a step, and what was decided beside the steps.
+
+Shows the steps that did not go as they should before those that did; the whole of it stands in the trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nantrace.events import Trace
+
+HEAD = ("step", "update", "committed", "loss", "lr", "|grad|", "scale", "")
+#: Which columns stand at the right; which give way where the page is narrow; which are left out then.
+RIGHT, SHRINK, DROP = (*7 * (True,), False), (7,), (4, 5)
+_SHOWN = 8
+_DECISIONS = 12
+
+
+def has_table(trace: Trace) -> bool:
+    """Whether the steps are worth a table: there are several, or one that was skipped or decided upon."""
+    return len(trace.steps) > 1 or any(step.get("skipped") or step.get("decisions") for step in trace.steps)
+
+
+def ledger_rows(trace: Trace, most: int = _SHOWN) -> tuple[list[list[str]], int]:
+    """The head and at most `most` steps, in order, and how many are not shown."""
+    steps = trace.steps
+    order = sorted(range(len(steps)), key=lambda place: (is_plain(steps[place]), place < len(steps) - 2, -place))
+    chosen = sorted(order[:most])
+    return [list(HEAD), *([*cells(steps[place])] for place in chosen)], len(steps) - len(chosen)
+
+
+def is_plain(step: Mapping[str, Any]) -> bool:
+    """Whether a step went as steps should: nothing skipped, nothing nonfinite, nothing decided."""
+    numbers = [step.get("loss"), step.get("gradient_norm")]
+    finite = all(not isinstance(value, float) or math.isfinite(value) for value in numbers)
+    return finite and not step.get("skipped") and not step.get("batch_check")
+
+
+def cells(step: Mapping[str, Any]) -> list[str]:
+    """One step, a cell for each word of `HEAD`."""
+    committed = step.get("committed_total")
+    return [
+        str(step.get("step", "")),
+        _update(step),
+        f"{committed:,}" if isinstance(committed, int) else ".",
+        _number(step.get("loss")),
+        _number(step.get("lr")),
+        _number(step.get("gradient_norm")),
+        _number(step.get("scale_before")),
+        "; ".join(_remarks(step)),
+    ]
+
+
+def _update(step: Mapping[str, Any]) -> str:
+    """The number of the last attempted update, or a point where none was attempted."""
+    attempted = step.get("attempted_total")
+    return f"{attempted:,}" if step.get("attempted") and isinstance(attempted, int) else "."
+
+
+def _remarks(step: Mapping[str, Any]) -> list[str]:
+    remarks = []
+    if step.get("skipped"):
+        names = [str(name) for name in step.get("skipped_by") or ()]
+        others = f" +{len(names) - 1}" if len(names) > 1 else ""
+        by = f": {names[0]}{others}" if names else ""
+        remarks.append(f"{'partly skipped' if step.get('committed') else 'skipped'}{by}")
+    elif step.get("attempted") and not step.get("committed"):
+        remarks.append("not committed")
+    elif not step.get("attempted") and step.get("backwards"):
+        remarks.append("no update")
+    if (step.get("backwards") or 0) > 1:
+        remarks.append(f"{step['backwards']} backward passes")
+    if step.get("batch_id") is not None and not is_plain(step):
+        remarks.append(f"batch {step['batch_id']}")
+    return remarks
+
+
+def decisions(trace: Trace) -> list[str]:
+    """What was put on record, as sentences: "Step 6, quarantine: batch 17 holds NaN." The latest, in order."""
+    found = []
+    for step in trace.steps:
+        for said in step.get("decisions") or ():
+            reason = said.get("reason") or said.get("path")
+            kind = str(said.get("kind", "")).replace("_", " ")
+            found.append(f"Step {step.get('step')}, {kind}" + (f": {str(reason).rstrip('.')}." if reason else "."))
+    return found[-_DECISIONS:]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "."
+    if isinstance(value, (list, tuple)):
+        distinct = list(dict.fromkeys(_number(part) for part in value))
+        return ", ".join(distinct[:2]) + (", ..." if len(distinct) > 2 else "")
+    if isinstance(value, (int, float)):
+        whole = math.isfinite(value) and float(value).is_integer() and 1 < abs(value) < 1e9
+        return f"{int(value):,}" if whole else f"{value:.4g}"
+    return str(value)
