@@ -45,7 +45,7 @@ def trace(
     capture: str | os.PathLike[str] | None = None,
     keep_steps: int | None = None,
     overwrite: bool = False,
-    stats: Literal["auto", "range", "full"] = "auto",
+    stats: Literal["auto", "range", "full", "none"] = "auto",
 ) -> Tracer:
     """Record training steps; a context manager.
 
@@ -65,7 +65,8 @@ def trace(
         capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`.
         keep_steps: hold only so many steps back, written when a step is at fault and at the end.
         overwrite: replace an existing trace at `path` and an existing capture; nothing else is replaced.
-        stats: "range" (counts, min, max), "full", or "auto": full where it costs the same.
+        stats: "range" (counts, min, max), "full", or "auto": full where it costs the same. "none" reads no tensor but
+            the loss and the norms of the gradients, and keeps only the ledger: what became of each update.
 
     Raises:
         TraceExistsError: `path` or `capture` is taken (when the block is entered, as with the next).
