@@ -117,7 +117,9 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
         return f"{seen.name(row)} is nonfinite after the update, while its gradient and its value before were finite."
     if call is None:
         if seen.phase[row] == Phase.BACKWARD:
-            return f"The gradient that arrives at {site.module or 'the model'} is nonfinite, the loss is finite."
+            losses = seen.rows(int(seen.step[row]), Role.LOSS)
+            finite = ", the loss is finite" if losses.size and not seen.bad[losses[losses < row]].any() else ""
+            return f"The gradient that arrives at {site.module or 'the model'} is nonfinite{finite}."
         batch = (
             "; the batch of the trace is finite: it is other data, or made by code before"
             if suspects.finite_batch(seen, row)

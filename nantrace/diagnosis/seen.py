@@ -108,9 +108,13 @@ class Seen:
 
     @cached_property
     def mark(self) -> npt.NDArray[np.bool_]:
-        """Rows whose only nonfinite value is -inf, as masks have it; no loss, gradient or updated state is a mask."""
+        """Rows whose only nonfinite value is -inf, as masks have it.
+
+        No loss, gradient or updated state is a mask, nor is a single number that a module put out: a loss, a score.
+        """
         written = (self.phase == Phase.UPDATE) & np.isin(self.role, [int(Role.PARAM), int(Role.STATE)])
-        never = np.isin(self.role, [int(role) for role in _NEVER_MASKS]) | written
+        single = (self.role == Role.OUTPUT) & (self.trace.events["numel"] == 1)
+        never = np.isin(self.role, [int(role) for role in _NEVER_MASKS]) | written | single
         return np.asarray(self.negative & ~self.nan & ~self.positive & ~never)
 
     @cached_property

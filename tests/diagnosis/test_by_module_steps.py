@@ -392,3 +392,36 @@ def test_a_module_called_several_times_is_not_blamed_for_code_between_its_calls(
     verdict = judged(model, trained(model, torch.randn(3, 4)))
     assert verdict.origin is not None
     assert (verdict.origin.module, verdict.origin.tensor) == ("", "layer args[0]")
+
+
+class LogOfZero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x.sum() * 0.0)
+
+
+@pytest.mark.parametrize("scaled", (False, True))
+@pytest.mark.parametrize(("inside", "stage", "module"), ((True, "forward", "1"), (False, "loss", "<LogOfZero>")))
+def test_a_loss_of_minus_infinity_is_no_mask_whoever_computes_it(
+    scaled: bool, inside: bool, stage: str, module: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 1), *([LogOfZero()] if inside else []))
+    loss_of = nn.Identity() if inside else LogOfZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def step() -> None:
+        scaler.scale(loss_of(model(torch.ones(2, 4)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    verdict = judged(model, step, optimizer=optimizer)
+    assert verdict.origin is not None
+    found = (verdict.status, verdict.stage, verdict.origin.module)
+    assert found == ("contained" if scaled else "fault", stage, module)
+    assert "the loss is finite" not in said(verdict)
+
+
+def test_a_score_of_minus_infinity_without_backward_is_no_mask() -> None:
+    model = nn.Sequential(nn.Linear(4, 1), LogOfZero())
+    verdict = judged(model, lambda: model(torch.ones(2, 4)))
+    assert (verdict.status, verdict.stage) == ("fault", "forward")
