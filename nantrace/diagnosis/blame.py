@@ -13,13 +13,14 @@ from typing import Any
 
 from nantrace.diagnosis import harmless
 from nantrace.diagnosis.causes import explain
+from nantrace.diagnosis.causes.hyperparameters import of_silencing, silencing
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event, is_bad_unscaled
 from nantrace.diagnosis.origins import as_read, origin_of, step_on_path
 from nantrace.diagnosis.roots import Roots
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
-from nantrace.lineage import Lineage, OpEvent, Sink
+from nantrace.lineage import Hyperparameter, Lineage, OpEvent, Sink
 
 _STAGES: dict[str | None, Stage] = {
     "forward": "forward",
@@ -92,6 +93,9 @@ class _Case:
             return self._fault()
         if self.damage.escaped:
             return self._escaped(self.damage.escaped[0])
+        stuck = silencing(self.lineage)
+        if stuck is not None:
+            return self._silenced(stuck)
         if self.damage.contained or self.damage.births:
             return self._contained()
         absorbed = next((event for event in self.lineage.events if _was_absorbed(event)), None)
@@ -207,8 +211,17 @@ class _Case:
     def _escaped(self, sink: Sink) -> Finding:
         event = escaping_event(self.roots, sink)
         stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
-        self.evidence.append(f"An infinity that was inserted on purpose reached {_named(sink)}.")
+        what = "A NaN that the code put in" if event.nan else "An infinity that was inserted on purpose"
+        self.evidence.append(f"{what} reached {_named(sink)}.")
         return self._say("fault", stage, event, sink, cause="sentinel_escaped")
+
+    def _silenced(self, setting: Hyperparameter) -> Finding:
+        """Damage without a nonfinite value anywhere that training keeps: no parameter moves."""
+        why = of_silencing(setting)
+        name = f"{setting.optimizer}.param_groups[{setting.group}].{setting.name}"
+        origin = Origin(step=setting.iteration - 1, phase="optimizer", tensor=name, kind="inf")
+        evidence = (*why.evidence, *self.lineage.notes)
+        return Finding(Verdict("fault", "optimizer", why.cause, origin, evidence, why.advice))
 
     def _contained(self) -> Finding:
         reached = frozenset().union(*(hit.roots for hit in self.damage.contained))

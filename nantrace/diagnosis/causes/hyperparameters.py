@@ -29,6 +29,32 @@ def nonfinite_number(lineage: Lineage, event: OpEvent) -> Explanation | None:
     return _of_setting(settings, event, f"{event.op} computed the update with it ({used}).")
 
 
+def silencing(lineage: Lineage) -> Hyperparameter | None:
+    """An infinite eps: updates are divided by it, so that each is exactly 0 and nothing ever turns nonfinite."""
+    found = (s for s in lineage.hyperparameters if s.name.partition("[")[0] == "eps" and math.isinf(s.value))
+    return next(found, None)
+
+
+def of_silencing(setting: Hyperparameter) -> Explanation:
+    """The explanation of updates that an infinite eps made 0."""
+    name = _place(setting)
+    facts = (
+        f"{setting.name} of {setting.optimizer}, param_groups[{setting.group}], was {figure(setting.value)} when the "
+        "update began.",
+        "The update is divided by it: each change of a parameter in that group was exactly 0, so nothing is learnt.",
+    )
+    advice = (
+        f"Print {name} after the optimizer is built and after each change to it: where does it become infinite?",
+        f"Set {setting.name} to its default and see whether the parameters move.",
+    )
+    return Explanation("nonfinite_hyperparameter", facts, advice)
+
+
+def _place(setting: Hyperparameter) -> str:
+    key, _, index = setting.name.partition("[")
+    return f"optimizer.param_groups[{setting.group}]['{key}']{'[' + index if index else ''}"
+
+
 def settings_made_of(lineage: Lineage) -> dict[int, list[Hyperparameter]]:
     """Event id -> the settings, kept as tensors, that hold what it wrote or what was computed of that beside training.
 
@@ -67,9 +93,8 @@ def _of_setting(settings: Sequence[Hyperparameter], event: OpEvent, how: str) ->
     groups = f"param_groups[{first.group}]" + (f" and {len(same) - 1} more" if len(same) > 1 else "")
     facts = [f"{first.name} of {first.optimizer}, {groups}, was {figure(first.value)} when the update began.", how]
     facts += [f"{s.name} was {figure(s.value)} too." for s in settings if s not in same][:2]
-    key, _, index = first.name.partition("[")
-    shown = f"optimizer.param_groups[{first.group}]['{key}']{'[' + index if index else ''}"
-    rate = key == "lr"
+    shown = _place(first)
+    rate = first.name.partition("[")[0] == "lr"
     who = "each scheduler.step()" if rate else "the optimizer is built and after each change to it"
     advice = (
         f"Print {shown} after {who}: where does it become {figure(first.value)}?",
