@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from nantrace.diagnosis.recipe import recipe
 from nantrace.diagnosis.verdict import Verdict, plain
 from nantrace.events import Trace
 from nantrace.render.html import cell, page
@@ -37,7 +38,8 @@ class Report:
         return cell(self.trace, self.verdict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Strict JSON types only: the verdict, what the trace covers, and its ledger, one mapping a step."""
+        """Strict JSON types only: the verdict, what the trace covers, its ledger, one mapping a step, and the rules of
+        mixed precision that it broke."""
         covers: dict[str, Any] | None = None
         if self.trace is not None:
             covers = {
@@ -47,7 +49,9 @@ class Report:
                 "complete": self.trace.complete,
             }
         ledger = [] if self.trace is None else plain(self.trace.steps)
-        return {"verdict": self.verdict.to_dict(), "trace": covers, "ledger": ledger}
+        broken = () if self.trace is None else recipe(self.trace)
+        departures = [departure.to_dict() for departure in broken]
+        return {"verdict": self.verdict.to_dict(), "trace": covers, "ledger": ledger, "recipe": departures}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report; the extension chooses the form: ".txt", ".json" or ".html".

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nantrace.diagnosis.recipe import recipe
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
 from nantrace.render import ledger
@@ -66,6 +67,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
     if trace is not None:
         _rows(page, trace, verdict)
         _ledger(page, trace)
+        _recipe(page, trace)
     _what_next(page, trace, verdict)
     return "\n".join(page.lines).rstrip("\n")
 
@@ -144,6 +146,19 @@ def _ledger(page: _Page, trace: Trace) -> None:
         page.paragraph(f"and {plural(hidden, 'more step')}", indent=4)
     for sentence in ledger.decisions(trace):
         page.paragraph(sentence, indent=4)
+
+
+def _recipe(page: _Page, trace: Trace) -> None:
+    """Which rules of mixed precision were broken, if any were."""
+    found = recipe(trace)
+    if not found:
+        return
+    page.gap()
+    page.words(["RECIPE", f"{plural(len(found), 'rule')} of mixed precision broken"], style="1")
+    for departure in found:
+        often = f" ({departure.steps:,} steps)" if departure.steps > 1 else ""
+        page.paragraph(f"{departure.rule}: step {departure.step}{often}: {departure.evidence}.", indent=4)
+        page.paragraph(f"{departure.advice[:1].upper()}{departure.advice[1:]}.", indent=8)
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
