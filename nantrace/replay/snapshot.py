@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from nantrace.errors import ReplayError
 from nantrace.replay import surroundings
 from nantrace.replay.reach import Reached, changes, holds_the_same, put_back
 from nantrace.replay.step import Step
+
+_T = TypeVar("_T")
 
 
 class Snapshot:
@@ -92,6 +94,14 @@ class Snapshot:
         """The name of every tensor reached, by `id`."""
         return dict(self._reached.names)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor reached, by name."""
+        return dict(self._reached.tensors)
+
+    def objects(self, kind: type[_T] | tuple[type[_T], ...]) -> list[_T]:
+        """Every object of that kind that was reached."""
+        return [found for found in self._reached.seen.values() if isinstance(found, kind)]
+
     def find(self, thing: Any, name: str) -> None:
         """Keep an optimizer or scaler too, as it is now."""
         if id(thing) in self._reached.seen or any(id(thing) in kept.reached.seen for kept in self._found):
@@ -148,6 +158,8 @@ class _Kept:
                 put_back(holder)
         for tensor in self.tensors.values():
             tensor.restore_geometry()
+        for tensor in self.tensors.values():
+            tensor.restore_gradient()
         for storage in self.storages.values():
             storage.restore()
         for tensor in self.tensors.values():
@@ -216,6 +228,11 @@ class _Tensor:
             self.tensor.data = self.alias
         if self.leaf and self.tensor.is_leaf and self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
+
+    def restore_gradient(self) -> None:
+        """After the geometry of all: a gradient that the step cast fits its tensor only when both are back."""
+        for part in self.parts:
+            part.restore_gradient()
         if self.leaf and self.tensor.is_leaf and not self.tensor.is_inference() and self.tensor.grad is not self.grad:
             self.tensor.grad = self.grad
 
