@@ -76,11 +76,11 @@ def _searched(replays: Replays, step: Step, size: int) -> Samples:
         ends = replays.plain(f"{len(indices):,} samples")
         return bool(kinds & {end.place for end in ends.nonfinite}) if kinds else ends.raised == whole.raised
 
-    indices, minimal = _reduced(list(range(size)), fails, lambda: replays.left > 0)
+    indices, minimal = reduced(list(range(size)), fails, lambda: replays.left > 0)
     return Samples(tuple(indices), size, replays.count, minimal)
 
 
-def _reduced(
+def reduced(
     indices: list[int], fails: Callable[[Sequence[int]], bool], may: Callable[[], bool]
 ) -> tuple[list[int], bool]:
     """ddmin: the failing rest, and whether it is minimal."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nantrace.errors import ReplayError
-from nantrace.replay.samples import _reduced, sliced, smallest_failing_batch
+from nantrace.replay.samples import reduced, sliced, smallest_failing_batch
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
 
@@ -59,7 +59,7 @@ def test_a_step_that_does_not_fail_or_has_no_batch_is_refused() -> None:
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
 def test_exactly_the_samples_that_fail_together_are_left(given_: tuple[int, set[int]]) -> None:
     size, culprits = given_
-    found, minimal = _reduced(list(range(size)), lambda chosen: culprits <= set(chosen), lambda: True)
+    found, minimal = reduced(list(range(size)), lambda chosen: culprits <= set(chosen), lambda: True)
     assert (set(found), minimal) == (culprits, True)
 
 

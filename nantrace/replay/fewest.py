@@ -1,0 +1,147 @@
+"""Which modules have to run in float32 for a step to be finite: a search over the tree of modules, and what it costs.
+
+First the whole model, then the modules within it, then within those: on each level delta debugging (see `samples`)
+drops what is not needed. A module counts with everything inside it, and stays whole where its own code needs float32.
+The result cannot be made smaller by leaving one out or by going into one; another set may be as small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from nantrace.capture.surroundings import eager_instead_of_compiled
+from nantrace.diagnosis.contrast import Smallest
+from nantrace.events import Phase
+from nantrace.replay.axes import Scene, modules_by_name
+from nantrace.replay.observed_run import Ran, as_it_is, run
+from nantrace.replay.precision import InFloat32
+from nantrace.replay.replays import Replays
+from nantrace.replay.samples import reduced
+from nantrace.replay.step import Step
+
+_PAIRS = 5  # of runs that are timed
+_KEPT = 1  # replay that the caller still needs
+_TIMING = 2 * 3  # replays that the search leaves for the timing
+
+
+def fewest(replays: Replays, scene: Scene, traced: Ran, finite: Callable[[Ran], bool]) -> Smallest:
+    """Search, then time. `traced` is a run of the failing step under the module trace: it shows which modules run."""
+    tree = _Tree(scene, traced)
+    before = replays.count
+
+    def passes(names: Sequence[str]) -> bool:
+        what = f"in float32: {', '.join(name or '(model)' for name in names[:3])}{', ...' if len(names) > 3 else ''}"
+        with contextlib.suppress(RuntimeError):  # a change that cannot be made helps nothing
+            return finite(run(replays, what, tree.in_float32(names), traced=False))
+        return False
+
+    def may() -> bool:
+        return replays.left > _KEPT + _TIMING
+
+    if not may():
+        return Smallest(reason="no replay was left to search for one")
+    if not passes(("",)):
+        return Smallest(replays=replays.count - before, reason="with the whole model in float32 it is nonfinite too")
+    names, minimal = _narrowed(tree, passes, may)
+    found = Smallest(tuple(names), minimal, replays.count - before)
+    return _timed(replays, tree, found)
+
+
+def _narrowed(tree: _Tree, passes: Callable[[Sequence[str]], bool], may: Callable[[], bool]) -> tuple[list[str], bool]:
+    """The names that are left, and whether the search came to its end."""
+    done: list[str] = []
+    todo = [""]
+    while todo:
+        name = todo.pop()
+        inner = tree.children(name)
+        if not inner:
+            done.append(name)
+            continue
+        if not may():
+            return sorted([*done, *todo, name], key=tree.order), False
+        others = [*done, *todo]
+        if not passes([*others, *inner]):
+            done.append(name)  # its own code needs it
+            continue
+
+        def enough(chosen: Sequence[int], others: list[str] = others, inner: list[str] = inner) -> bool:
+            return passes([*others, *(inner[n] for n in chosen)])
+
+        kept, whole = reduced(list(range(len(inner))), enough, may)
+        todo += [inner[n] for n in kept]
+        if not whole:
+            return sorted([*done, *todo], key=tree.order), False
+    return _without_spare(sorted(done, key=tree.order), passes, may)
+
+
+def _without_spare(
+    names: list[str], passes: Callable[[Sequence[str]], bool], may: Callable[[], bool]
+) -> tuple[list[str], bool]:
+    """Leave out what a later step of the search made superfluous."""
+    for name in list(names) if len(names) > 1 else ():
+        rest = [other for other in names if other != name]
+        if not may():
+            return names, False
+        if rest and passes(rest):
+            names = rest
+    return names, True
+
+
+class _Tree:
+    """The modules that ran, by name, and which of them lies within which."""
+
+    def __init__(self, scene: Scene, traced: Ran) -> None:
+        self._scene = scene
+        by_name = modules_by_name(scene.step.model)
+        ran = set() if traced.trace is None else {s.module for s in traced.trace.sites if s.phase is Phase.FORWARD}
+        self._modules: Mapping[str, nn.Module] = {n: m for n, m in by_name.items() if n == "" or n in ran}
+        self._place = {name: place for place, name in enumerate(self._modules)}
+
+    def order(self, name: str) -> int:
+        return self._place[name]
+
+    def children(self, name: str) -> list[str]:
+        """The nearest modules within `name` that ran."""
+        inside = [other for other in self._modules if other and other != name and _within(other, name)]
+        return [one for one in inside if not any(other != one and _within(one, other) for other in inside)]
+
+    @contextlib.contextmanager
+    def in_float32(self, names: Sequence[str]) -> Iterator[Step]:
+        step = self._scene.step
+        with (
+            InFloat32(step.model, [self._modules[name] for name in names]),
+            eager_instead_of_compiled() if self._scene.compiles else contextlib.nullcontext(),
+        ):
+            yield step
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[Step]:
+        eager = eager_instead_of_compiled() if self._scene.compiles else contextlib.nullcontext()
+        with eager, as_it_is(self._scene.step) as step:
+            yield step
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+def _timed(replays: Replays, tree: _Tree, found: Smallest) -> Smallest:
+    """The time of a step with these modules in float32 over that without: the median of pairs run side by side."""
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < _PAIRS and replays.left >= _KEPT + 2:
+        without = run(replays, "timed, as it was", tree.plain(), traced=False).seconds
+        using = run(replays, "timed, in float32", tree.in_float32(found.modules), traced=False).seconds
+        pairs.append((without, using))
+    if not pairs:
+        return found
+    return dataclasses.replace(
+        found,
+        ratio=statistics.median(using / without for without, using in pairs),
+        pairs=len(pairs),
+        seconds=(statistics.median(w for w, _ in pairs), statistics.median(u for _, u in pairs)),
+    )
