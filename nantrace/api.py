@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     import torch
 
     from nantrace.capture.tracer import Tracer
+    from nantrace.diagnosis.contrast import Contrast
     from nantrace.diagnosis.difference import Difference
     from nantrace.replay.step import Step
 
-__all__ = ["bisect", "diagnose", "diff", "load", "report", "trace"]
+__all__ = ["bisect", "diagnose", "diff", "load", "matrix", "report", "trace"]
 
 #: Stuck steps that are remembered while a trace goes on: several optimizers may take turns.
 _TURNS = 8
@@ -166,9 +167,58 @@ def bisect(
     """
     from nantrace.replay.bisect import bisect as replay
 
-    step = _step(step_or_run, model, batch, optimizer, scaler)
+    step = _step("bisect", step_or_run, model, batch, optimizer, scaler)
     return replay(
         step, capture=capture, depth=depth, anomaly=anomaly, max_replays=max_replays, path=path, progress=progress
+    )
+
+
+def matrix(
+    step_or_run: Step | Callable[..., Any],
+    model: torch.nn.Module | None = None,
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    capture: str | os.PathLike[str] | None = None,
+    axes: Iterable[str] | None = None,
+    module: str | None = None,
+    other_batch: Any = None,
+    smallest: bool = True,
+    max_replays: int = 60,
+    progress: Callable[[str], None] | None = None,
+) -> Contrast:
+    """Run a step under one change at a time, each from the same state, and say what each pair of runs shows.
+
+    Args:
+        step_or_run: a `nantrace.Step`, or its `run` function: `run(model, batch)`, or `run()` without a batch.
+        model, batch, optimizer, scaler: as for `nantrace.Step`; only with a `run` function.
+        capture: a captured step to replay from, in place of the present state.
+        axes: which to run, by name ("float32", "scaler-off", ...); None all that apply.
+        module: FQN of the module to run in float32; None: the one in which the first nonfinite value was seen.
+        other_batch: handed to the step in the row "another batch"; None: that row does not apply.
+        smallest: also search for the fewest modules that have to run in float32 for the step to be finite.
+        max_replays: how often the step may be run, at least 3.
+        progress: told a line about each replay.
+
+    Raises:
+        ReplayError: the step cannot be replayed, or the model has no such module.
+        CaptureError: the captured step cannot be read, or does not belong to this model.
+        TypeError: a step and a model were both given, or neither.
+        ValueError: there is no such axis, or `max_replays` is out of range.
+    """
+    from nantrace.replay.axes import NO_BATCH
+    from nantrace.replay.matrix import matrix as contrasted
+
+    return contrasted(
+        _step("matrix", step_or_run, model, batch, optimizer, scaler),
+        capture=capture,
+        axes=axes,
+        module=module,
+        other_batch=NO_BATCH if other_batch is None else other_batch,
+        smallest=smallest,
+        max_replays=max_replays,
+        progress=progress,
     )
 
 
@@ -246,6 +296,7 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
 
 
 def _step(
+    caller: str,
     step_or_run: Step | Callable[..., Any],
     model: torch.nn.Module | None,
     batch: Any,
@@ -256,9 +307,11 @@ def _step(
 
     if isinstance(step_or_run, Step):
         if any(given is not None for given in (model, batch, optimizer, scaler)):
-            raise TypeError("bisect got a Step and a model, batch, optimizer or scaler: the Step holds these already.")
+            raise TypeError(
+                f"{caller} got a Step and a model, batch, optimizer or scaler: the Step holds these already."
+            )
         return step_or_run
     if model is None:
         kind = type(step_or_run).__name__
-        raise TypeError(f"bisect got a {kind} without a model: pass bisect(run, model, batch) or a nantrace.Step.")
+        raise TypeError(f"{caller} got a {kind} without a model: pass {caller}(run, model, batch) or a nantrace.Step.")
     return Step(step_or_run, model, batch, optimizer=optimizer, scaler=scaler)
