@@ -210,27 +210,39 @@ def _alive(seen: Seen, scope: tuple[int, int | None], calls: Callable[[], list[C
     """Nonfinite outputs of `calls` before `row`; if any is left, without those that the next call did not get to see.
 
     `calls` are those of one scope, named by step and enclosing call, in order of time; they do not overlap. Calls in
-    one scope mostly hand on to each other: an overflow that was clamped away shows in no later input.
+    one scope mostly hand on to each other: an overflow that was clamped away shows in no later input. What a call
+    read and put out again stands for all that was alive before it, so that a row of a long chain has few parents.
     """
     if scope not in seen.handed:
         seen.handed[scope] = _handed(seen, calls())
-    outputs, last, read, finite = seen.handed[scope]
-    past = int(np.searchsorted(last, row))
-    dead = finite[:past] & (read[:past] < row)
-    alive = outputs[:past][~dead]
-    return [int(r) for r in (alive if alive.size else outputs[:past]).tolist()]
+    handed = seen.handed[scope]
+    past = int(np.searchsorted(handed.last, row))
+    alive = np.flatnonzero(~(handed.finite[:past] & (handed.read[:past] < row)))
+    if not alive.size:
+        alive = np.arange(past)
+    outputs = handed.outputs[alive]
+    kept = np.zeros(len(alive), dtype=bool)
+    for holds, passed in ((seen.nan, handed.passed_nan), (seen.infinite, handed.passed_infinite)):
+        (stand_in,) = np.nonzero(passed[alive])
+        kept[stand_in[-1] if stand_in.size else 0 :] |= holds[outputs[stand_in[-1] if stand_in.size else 0 :]]
+    return [int(r) for r in outputs[kept].tolist()]
 
 
 def _handed(seen: Seen, calls: list[Call]) -> Handed:
     """What the calls of a scope handed on: kept, since every later row of the scope asks for it."""
-    found: list[tuple[int, int, int, bool]] = []
+    found: list[tuple[int, int, int, bool, bool, bool]] = []
     read, finite = len(seen.bad), False  # the next call that has inputs: its first row, whether they were finite
     for call in reversed(calls):
-        found += [(row, call.last, read, finite) for row in reversed(call.outputs) if seen.bad[row]]
+        nan, infinite = (any(kind[row] for row in call.inputs) for kind in (seen.nan, seen.infinite))
+        found += [
+            (row, call.last, read, finite, bool(nan and seen.nan[row]), bool(infinite and seen.infinite[row]))
+            for row in reversed(call.outputs)
+            if seen.bad[row]
+        ]
         if call.inputs:
             read, finite = call.first, not any(seen.bad[row] for row in call.inputs)
-    columns = np.array(found[::-1], dtype=np.int64).reshape(-1, 4)
-    return columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3].astype(bool)
+    columns = np.array(found[::-1], dtype=np.int64).reshape(-1, 6).T
+    return Handed(*columns[:3], *(column.astype(bool) for column in columns[3:]))
 
 
 def _state(seen: Seen, module: str, row: int) -> list[int]:

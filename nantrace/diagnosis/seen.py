@@ -29,12 +29,27 @@ LARGEST = {
     "float8_e5m2": 57344.0,
 }
 
-#: Nonfinite outputs of the calls of one scope, one element each: their rows, the last row of the call, the first row
-#: of the next call that has inputs, and whether those were all finite.
-Handed = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-
 _FORWARD_ROLES = (Role.INPUT, Role.OUTPUT)
 _NEVER_MASKS = (Role.LOSS, Role.GRAD, Role.GRAD_OUTPUT, Role.GRAD_INPUT)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The nonfinite outputs of the calls of one scope, in order of time, and what became of each.
+
+    Attributes:
+        outputs: rows.
+        last: the last row of the call that put it out.
+        read, finite: first row of the next call that has inputs, and whether these were all finite.
+        passed_nan, passed_infinite: it holds NaN, and so did an input of its call; the same for infinities.
+    """
+
+    outputs: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+    read: npt.NDArray[np.int64]
+    finite: npt.NDArray[np.bool_]
+    passed_nan: npt.NDArray[np.bool_]
+    passed_infinite: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
