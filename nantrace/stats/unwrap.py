@@ -75,10 +75,10 @@ def _inside(tensor: Any) -> Any:
     if cls.__name__ == "AsyncCollectiveTensor" and not tensor.completed:
         raise UnreadableError("it is the result of a collective that nobody waited for yet")
     names, _ = tensor.__tensor_flatten__()
-    inner = getattr(tensor, names[0]) if len(names) == 1 else None
-    if inner is None or inner.dtype != tensor.dtype:
+    parts = [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
+    if len(parts) != 1 or parts[0].dtype != tensor.dtype:
         raise UnreadableError(f"only the code of its class {cls.__name__} can produce its values")
-    return inner
+    return parts[0]
 
 
 def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
