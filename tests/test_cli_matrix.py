@@ -60,7 +60,7 @@ def test_it_prints_the_table_the_reading_and_the_next_command(file: Path) -> Non
     done = run("matrix", f"{file}:make", "--axis", "float64", "--axis", "evaluation")
     assert done.exit_code == 0
     lines = done.stdout.rstrip("\n").split("\n")
-    assert lines[0].split() == ["axis", "finite", "begins", "at", "loss", "grad", "norm", "skipped"]
+    assert lines[0].split() == ["axis", "finite", "begins", "at", "loss", "grad", "norm"]
     assert [line.split("  ")[0] for line in lines[1:4]] == ["as it was", "float64", "evaluation mode"]
     assert "NO      forward 1  -inf" in lines[1]
     assert "float64 / as it was: No digits and no range mend it" in done.stdout

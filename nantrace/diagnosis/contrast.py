@@ -24,13 +24,13 @@ AXES: Mapping[str, str] = {
     "bfloat16": "bfloat16",
     "float32": "float32",
     "float64": "float64",
-    "module-float32": "suspect module in float32",
+    "module-float32": "module in float32",
     "scaler-off": "scaler off",
     "scale-lowered": "scale lowered",
-    "no-update": "no optimizer update",
+    "no-update": "no update",
     "evaluation": "evaluation mode",
     "other-batch": "another batch",
-    "deterministic": "deterministic algorithms",
+    "deterministic": "deterministic",
     "eager": "eager",
     "aot-eager": "aot_eager",
     "inductor": "inductor",
@@ -93,7 +93,7 @@ class Row:
         if self.outcome != "nonfinite":
             return ""
         parts = [self.stage or self.phase or "", "(model)" if self.module == "" else self.module or self.tensor or ""]
-        return " ".join(part for part in parts if part)
+        return " ".join(dict.fromkeys(part for part in parts if part))
 
     def detail(self) -> str:
         """What a picture says beside the row."""

@@ -177,6 +177,12 @@ def _among(table: Mapping[str, Row]) -> Iterator[Reading]:
             "What fails is computed in half precision of the model's or the batch's own, not of autocast's.",
             _OPEN,
         )
+    if _are(table, scaler_off="finite", autocast_off="finite"):
+        yield Reading(
+            ("scaler-off", "autocast-off"),
+            "Either change suffices: the product of scale and gradient leaves half precision, the gradient does not.",
+            "Modules in float32 would hide a scale that is too high; see the row of the lower one first.",
+        )
     if _are(table, scaler_off="finite", scale_lowered="nonfinite"):
         yield Reading(
             ("scaler-off", "scale-lowered"),

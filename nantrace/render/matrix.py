@@ -28,7 +28,8 @@ def text(contrast: Contrast, *, width: int = 80, ascii: bool = False) -> str:
         ascii: no character beyond ASCII.
     """
     width = max(width, 40)
-    rows = [_HEAD, *(_cells(row) for row in contrast.rows)]
+    head = _HEAD if any(row.skipped for row in contrast.rows) else (*_HEAD[:-1], "")
+    rows = [head, *(_cells(row) for row in contrast.rows)]
     lines = table([[harmless(cell, ascii) for cell in row] for row in rows], _RIGHT, width, _SHRINK, ascii, _DROP)
     for title, sentences in _parts(contrast):
         if sentences:
@@ -42,7 +43,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     skipped = f"{row.skipped:,}" if row.skipped else ""
     if not row.ran:
         return (row.title, _SAID[row.outcome], "", "", "", "")
-    place = (row.place or row.ends) if row.outcome == "nonfinite" else ""
+    place = (row.place or row.ends.partition(",")[0]) if row.outcome == "nonfinite" else ""
     return (row.title, _SAID[row.outcome], place, number(row.loss), number(row.gradient_norm), skipped)
 
 

@@ -181,8 +181,9 @@ def _all_words(target: str) -> Callable[[Scene], str]:
 
 # ---------------------------------------------------------------------------------------------------- one module
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Each module of the model that a hook can stand at, by FQN."""
-    return {each.fqn: each.module for each in watched_modules(model)[0] if each.hookable}
+    """Each module of the model that a hook can stand at, by FQN; also where a hook may make other kernels run."""
+    watched = watched_modules(model)[0]
+    return {each.fqn: each.module for each in watched if not isinstance(each.module, torch.jit.ScriptModule)}
 
 
 def _refuse_module(scene: Scene) -> str:

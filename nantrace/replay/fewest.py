@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from nantrace.capture.sites import watched_modules
 from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.diagnosis.contrast import Smallest
 from nantrace.events import Phase
@@ -99,6 +100,7 @@ class _Tree:
         self._scene = scene
         by_name = modules_by_name(scene.step.model)
         ran = set() if traced.trace is None else {s.module for s in traced.trace.sites if s.phase is Phase.FORWARD}
+        ran |= {each.fqn for each in watched_modules(scene.step.model)[0] if not each.hookable}  # nobody saw them run
         self._modules: Mapping[str, nn.Module] = {n: m for n, m in by_name.items() if n == "" or n in ran}
         self._place = {name: place for place, name in enumerate(self._modules)}
 

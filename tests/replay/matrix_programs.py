@@ -279,7 +279,7 @@ PROGRAMS: dict[str, Program] = {
         {"as-it-was": NO, "scaler-off": YES, "scale-lowered": YES, "autocast-off": YES, "float32": YES,
          "no-update": NO, "evaluation": NO, "bfloat16": YES},
         says=("without the loss scale the same step is finite", "scale 4,096 in place of 4,194,304",
-              "how a GradScaler calibrates"),
+              "how a GradScaler calibrates", "Either change suffices"),
     ),
     "the update alone": Program(
         optimizer_only,
