@@ -212,8 +212,9 @@ class Trace:
         sites: the site table; `events["site"]` indexes it.
         modules: the model's modules, parents before children.
         steps: one mapping a step (the ledger): "step", "first_seq", "events", "loss", "lr", "scale_before",
-            "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved"; absent keys were
-            not recorded.
+            "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved", "conduct" (what
+            was called around autocast and scaler: facts for `nantrace.diagnosis.recipe`); absent keys were not
+            recorded.
         meta: what holds for the whole trace: versions, device, options, notes on coverage.
         lineage: the flow of nonfinite values, when ops were recorded.
         complete: False when the writer did not close the file.

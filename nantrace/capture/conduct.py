@@ -234,7 +234,7 @@ class Conduct(StepListener):
         self._heard.call("update")
         self._epoch += 1
         self._scale_is_fresh = False
-        self._scale_nodes.clear()
+        self._scale_nodes.clear()  # autograd saved the scale: what was scaled before can no longer run backward
 
     def scheduler_stepped(self, scheduler: LRScheduler) -> None:
         self._heard.call("scheduler.step")

@@ -267,7 +267,7 @@ def scaled_by_hand_only(p: Parts) -> None:
 
 def divided_by_a_number_like_the_scale(p: Parts) -> None:
     """A sum over 1,024 tokens, by chance as many as the scale."""
-    _scaled_loss(p, lambda p, loss: p.scaler.scale(loss.mul(16 * 64) / 1024).backward())
+    _scaled_loss(p, lambda p, loss: p.scaler.scale(loss.mul(16) / 1024).backward())
 
 
 def weighted_losses(p: Parts) -> None:
