@@ -14,6 +14,7 @@ from nantrace.diagnosis.backward import differentiated_before, made_elsewhere
 from nantrace.diagnosis.parents import enclosing, is_external, overflowed, parents
 from nantrace.diagnosis.reached import reached
 from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.diagnosis.usual import left_its_usual_range
 from nantrace.diagnosis.verdict import Stage, Status
 from nantrace.events import Phase, Role, TensorStats
 
@@ -93,6 +94,7 @@ def sentences(
     if not is_external(seen, row):
         before = growth.grew_by_block(seen, row) or growth.one_block_before(seen, row)
         said += [_labels(seen, row), *_magnitudes(seen, row), before or "", growth.huge_parameters(seen, row) or ""]
+        said.append(left_its_usual_range(seen, row) or "")
     said.append(_fate(seen, status, row, sink))
     return tuple(sentence for sentence in (*said, _gap(seen, row)) if sentence)
 
