@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +212,8 @@ class Trace:
         sites: the site table; `events["site"]` indexes it.
         modules: the model's modules, parents before children.
         steps: one mapping a step (the ledger): "step", "first_seq", "events", "loss", "lr", "scale_before",
+            "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved"; absent keys were
+            not recorded. Of a long run a sequence that makes them when asked (`nantrace.steps.Steps`).
             "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved", "conduct" (what
             was called around autocast and scaler: facts for `nantrace.diagnosis.recipe`); absent keys were not
             recorded.
@@ -227,7 +229,7 @@ class Trace:
     events: npt.NDArray[np.void]
     sites: tuple[Site, ...]
     modules: tuple[ModuleEntry, ...] = ()
-    steps: tuple[Mapping[str, Any], ...] = ()
+    steps: Sequence[Mapping[str, Any]] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     lineage: Lineage | None = None
     complete: bool = True

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from nantrace.errors import NantraceError, TraceFormatError
 from nantrace.events import EVENT, ModuleEntry, Phase, Raised, Role, Site, Trace
 from nantrace.lineage import Lineage
+from nantrace.steps import STEP
+from nantrace.store.lines import Refused, steps_of
 from nantrace.store.plain import from_json
 from nantrace.store.schema import FORMAT_MAJOR, FORMAT_MINOR, NULL, TABLE_VERSION, TABLES, join_names, unescape
 
@@ -26,10 +28,6 @@ _LARGEST_CHUNK = 64 * 2**20  # bytes; HDF5 allocates a filtered chunk whole
 _LARGEST_RATIO = 1100  # deflate makes at most 1032 bytes out of one
 _ODD = object()
 _REQUIRED = ("names", "sites", "events")
-
-
-class _Refused(Exception):
-    """What is wrong with the file, as the middle of a sentence."""
 
 
 def load(path: str | os.PathLike[str]) -> Trace:
@@ -54,7 +52,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
     try:
         with _open(path) as file:
             return _read(file, path)
-    except _Refused as refused:
+    except Refused as refused:
         raise TraceFormatError(f"{path} {refused}.") from None
     except MemoryError:
         raise TraceFormatError(f"{path} declares more than fits into memory: open it on a larger machine.") from None
@@ -115,9 +113,10 @@ def _read(file: h5py.File, path: str) -> Trace:
     tables = {name: _table(file, name) for name in TABLES}
     missing = [name for name in _REQUIRED if tables[name] is None]
     if missing:
-        raise _Refused(f"has no dataset /{missing[0]}, so it is not a whole trace: trace the step again")
+        raise Refused(f"has no dataset /{missing[0]}, so it is not a whole trace: trace the step again")
     counts = _committed(file)
     size = os.path.getsize(path)
+    has_rows = tables["steps"] is not None and tables["lines"] is not None  # since format 1.1
     found = {name: _rows(table, name, counts.get(name), size) for name, table in tables.items() if name != "events"}
     names = join_names(found["names"].tolist())
     sites = tuple(_site(row, number, names) for number, row in enumerate(found["sites"].tolist()))
@@ -125,7 +124,7 @@ def _read(file: h5py.File, path: str) -> Trace:
         events=_events(tables["events"], counts.get("events"), len(sites), size),
         sites=sites,
         modules=tuple(_module(row, number, names) for number, row in enumerate(found["modules"].tolist())),
-        steps=_steps(found["ledger"].tobytes()),
+        steps=steps_of(found["ledger"], found["steps"], found["lines"] if has_rows else None, path),
         meta=meta,
         lineage=_lineage(found["lineage"].tobytes()),
         complete=complete,
@@ -142,7 +141,7 @@ def _object(file: h5py.File, name: str) -> Any:
     if link is None:
         return None
     if not isinstance(link, h5py.HardLink):
-        raise _Refused(f"has a link at /{name} that leads elsewhere, which is not followed: trace the step again")
+        raise Refused(f"has a link at /{name} that leads elsewhere, which is not followed: trace the step again")
     return file[name]
 
 
@@ -151,16 +150,16 @@ def _dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
     if dataset is None:
         return None
     if not isinstance(dataset, h5py.Dataset):
-        raise _Refused(
+        raise Refused(
             f"has a {type(dataset).__name__.lower()} at /{name} where a dataset belongs: trace the step again"
         )
     plist = dataset.id.get_create_plist()
     inside = plist.get_layout() in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED)
     if not inside or plist.get_external_count():
-        raise _Refused(f"keeps the values of /{name} in another file, which is not followed: trace the step again")
+        raise Refused(f"keeps the values of /{name} in another file, which is not followed: trace the step again")
     version = _plain_attribute(dataset, "version")
     if isinstance(version, int) and version > TABLE_VERSION:
-        raise _Refused(
+        raise Refused(
             f"has version {version} of /{name}, and this nantrace reads up to {TABLE_VERSION}: update nantrace"
         )
     return dataset
@@ -168,28 +167,32 @@ def _dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
 
 def _table(file: h5py.File, name: str) -> h5py.Dataset | None:
     dataset = _dataset(file, name)
-    if dataset is None:
+    if dataset is None or (name == "steps" and _is_of_format_1_0(dataset)):
         return None
     if len(dataset.shape or ()) != 1:
-        raise _Refused(f"has shape {dataset.shape} at /{name} where a list of rows belongs: trace the step again")
+        raise Refused(f"has shape {dataset.shape} at /{name} where a list of rows belongs: trace the step again")
     _check_dtype(dataset.dtype, TABLES[name][0], name)
     chunks = dataset.chunks
     if chunks and chunks[0] * dataset.dtype.itemsize > _LARGEST_CHUNK:
-        raise _Refused(f"has chunks of {chunks[0]} rows at /{name}, larger than a reader takes: trace the step again")
+        raise Refused(f"has chunks of {chunks[0]} rows at /{name}, larger than a reader takes: trace the step again")
     return dataset
+
+
+def _is_of_format_1_0(steps: h5py.Dataset) -> bool:
+    return not set(STEP.names or ()).issubset(steps.dtype.names or ())
 
 
 def _check_dtype(found: np.dtype[Any], expected: np.dtype[Any], name: str) -> None:
     if expected.names is None:
         right = found.kind == expected.kind and found.itemsize == expected.itemsize and found.subdtype is None
         if not right or h5py.check_vlen_dtype(found) is not None:
-            raise _Refused(f"has {_short(found)} at /{name} where {expected} belongs: trace the step again")
+            raise Refused(f"has {_short(found)} at /{name} where {expected} belongs: trace the step again")
         return
     for field in expected.names:
         if found.names is None or field not in found.names:
-            raise _Refused(f"has no column {field} in /{name}: trace the step again")
+            raise Refused(f"has no column {field} in /{name}: trace the step again")
         if not _numbers_fit(found[field], expected[field]):
-            raise _Refused(f"has {_short(found[field])} in {name}.{field}, not {expected[field]}: trace the step again")
+            raise Refused(f"has {_short(found[field])} in {name}.{field}, not {expected[field]}: trace the step again")
 
 
 def _numbers_fit(found: np.dtype[Any], expected: np.dtype[Any]) -> bool:
@@ -206,7 +209,7 @@ def _short(dtype: np.dtype[Any]) -> str:
 def _meta(file: h5py.File) -> dict[str, Any]:
     group = _object(file, "meta")
     if not isinstance(group, h5py.Group):
-        raise _Refused(
+        raise Refused(
             "is an HDF5 file without the group /meta, so not a trace: pass the file that nantrace.trace wrote"
         )
     values = {unescape(name): _plain_attribute(group, name) for name in group.attrs}
@@ -239,11 +242,11 @@ def _raised(found: Any) -> Raised | None:
 def _check_version(version: Any) -> None:
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", version) if isinstance(version, str) else None
     if match is None:
-        raise _Refused(
+        raise Refused(
             f"has format_version {version!r:.40}, so it is not a trace: pass the file that nantrace.trace wrote"
         )
     if int(match[1]) > FORMAT_MAJOR:
-        raise _Refused(
+        raise Refused(
             f"has format {version}, and this nantrace reads up to {FORMAT_MAJOR}.{FORMAT_MINOR}: update nantrace"
         )
 
@@ -254,7 +257,7 @@ def _committed(file: h5py.File) -> dict[str, int]:
         return {}
     fields = [name for name in TABLES if record.dtype.names and name in record.dtype.names]
     if record.shape != () or not fields or any(record.dtype[name].kind not in "iu" for name in fields):
-        raise _Refused(f"has {_short(record.dtype)} at /committed, not one row of counts: trace the step again")
+        raise Refused(f"has {_short(record.dtype)} at /committed, not one row of counts: trace the step again")
     values = record.fields(fields)[()]
     return {name: max(0, int(values[name])) for name in fields}
 
@@ -269,7 +272,7 @@ def _length(table: h5py.Dataset, name: str, committed: int | None, size: int) ->
         rows = min(rows, committed)
     ratio = _LARGEST_RATIO if table.id.get_create_plist().get_nfilters() else 1
     if rows * table.dtype.itemsize > size * ratio:
-        raise _Refused(f"declares {rows} rows in /{name} but has only {size} bytes: trace the step again")
+        raise Refused(f"declares {rows} rows in /{name} but has only {size} bytes: trace the step again")
     return rows
 
 
@@ -308,14 +311,14 @@ def _text(names: dict[int, str], reference: int, what: str) -> str | None:
     if reference == NULL:
         return None
     if reference not in names:
-        raise _Refused(f"has {what} with name {reference}, where no name begins: it is damaged, trace the step again")
+        raise Refused(f"has {what} with name {reference}, where no name begins: it is damaged, trace the step again")
     return names[reference]
 
 
 def _required(names: dict[int, str], reference: int, what: str) -> str:
     text = _text(names, reference, what)
     if text is None:
-        raise _Refused(f"has {what} without a name that it needs: it is damaged, trace the step again")
+        raise Refused(f"has {what} without a name that it needs: it is damaged, trace the step again")
     return text
 
 
@@ -340,14 +343,14 @@ def _member(kind: Any, value: int, what: str) -> Any:
         return kind(value)
     except ValueError:
         label = kind.__name__.lower()
-        raise _Refused(f"has {what} in {label} {value}, which this version does not know: update nantrace") from None
+        raise Refused(f"has {what} in {label} {value}, which this version does not know: update nantrace") from None
 
 
 @functools.lru_cache(4096)  # a trace has many sites and few shapes
 def _shape(text: str) -> tuple[int, ...]:
     shape = from_json(text)
     if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
-        raise _Refused(f"has a site of shape {text!r:.40}: it is damaged, trace the step again")
+        raise Refused(f"has a site of shape {text!r:.40}: it is damaged, trace the step again")
     return shape
 
 
@@ -356,34 +359,20 @@ def _module(row: tuple[int, ...], number: int, names: dict[int, str]) -> ModuleE
     aliases = _text(names, row[2], what)
     found = () if aliases is None else from_json(aliases)
     if not isinstance(found, tuple) or not all(isinstance(alias, str) for alias in found):
-        raise _Refused(f"has {what} with aliases {aliases!r:.40}: it is damaged, trace the step again")
+        raise Refused(f"has {what} with aliases {aliases!r:.40}: it is damaged, trace the step again")
     return ModuleEntry(_required(names, row[0], what), _required(names, row[1], what), found)
 
 
-def _lines(text: bytes) -> list[bytes]:
-    return text.split(b"\n")[:-1]  # behind the last line feed: nothing, or a line that was not finished
-
-
-def _steps(ledger: bytes) -> tuple[dict[str, Any], ...]:
-    steps = tuple(from_json(line) for line in _lines(ledger))
-    for number, step in enumerate(steps):
-        if not isinstance(step, dict):
-            raise _Refused(f"has {step!r:.40} as step {number} of the ledger: it is damaged, trace the step again")
-    return steps
-
-
 def _lineage(text: bytes) -> Lineage | None:
-    lines = _lines(text)
+    lines = text.split(b"\n")[:-1]  # behind the last line feed: nothing, or a line that was not finished
     if not lines:
         return None
     lineage = Lineage.from_json(lines[-1].decode("ascii"))
     known = len(lineage.events)
     if [event.id for event in lineage.events] != list(range(1, known + 1)):
-        raise _Refused(
-            "has a lineage whose events are not numbered from 1 by ones: it is damaged, trace the step again"
-        )
+        raise Refused("has a lineage whose events are not numbered from 1 by ones: it is damaged, trace the step again")
     parents = [id for event in lineage.events for id in (*event.nan_parents, *event.inf_parents)]
     lost = [id for id in (*parents, *(id for sink in lineage.sinks for id, _ in sink.starts)) if not 1 <= id <= known]
     if lost:
-        raise _Refused(f"has a lineage that refers to event {lost[0]} of {known}: it is damaged, trace the step again")
+        raise Refused(f"has a lineage that refers to event {lost[0]} of {known}: it is damaged, trace the step again")
     return lineage

@@ -1,4 +1,4 @@
-"""The trace file, format 1.0: what it holds, byte for byte, and what a reader may rely on.
+"""The trace file, format 1.1: what it holds, byte for byte, and what a reader may rely on.
 
 MUST, MAY and MUST NOT are meant literally. The tables are plain HDF5 datasets: `h5py`, `h5dump` and viewers show
 them.
@@ -62,12 +62,22 @@ rest is `\\\\` for a backslash, `\\t`, `\\n`, `\\r`, `\\xhh`, `\\uhhhh` or `\\Uh
 `unicode_escape`). Every Python text survives this: NUL, line ends, "/", lone surrogates, any length. Names are never
 used as HDF5 links.
 
-**`/steps`**, a compound for viewers: `step`, `first_seq`, `events`, and `loss`, `lr`, `seconds` as floats, NaN where
-they were not recorded as one number. Row i repeats line i of `/ledger`, which is what counts.
+**`/steps`**, a compound `nantrace.steps.STEP`: one row a step, every step, in order, numbers only. A float is NaN
+where it was not recorded as one number; `marks` tells that from a loss (2) or a norm (4) that was NaN, and is 1 for a
+step outside the sample, of which no module was recorded. `events` counts what was seen; whether it was kept, `/events`
+shows. `first_seq` is 0 where the events were dropped, or were still held back when the row was written.
 
-**`/ledger`**, bytes (u1): one line of ASCII JSON a step, an object, ended by a line feed. Keys MAY differ from step
-to step. The JSON is strict: a nonfinite float is {"finite": false, "value": "nan" | "inf" | "-inf"}, a text with
-surrogates is {"escaped": text escaped as in `/names`}. Sequences come back as tuples.
+**`/ledger`**, bytes (u1): lines of ASCII JSON, an object each, ended by a line feed: all that is known of one step. A
+step whose events are kept has one, and so has one at which something is worth saying: a nonfinite loss, a skipped
+update, a decision. Other steps are their numbers. Keys MAY differ from step to step. The JSON is strict: a nonfinite
+float is {"finite": false, "value": "nan" | "inf" | "-inf"}, a text with surrogates is {"escaped": text escaped as in
+`/names`}. Sequences come back as tuples.
+
+**`/lines`**, u8: for each line of `/ledger` the row of `/steps` that it belongs to. Lines are in order of writing; of
+several that belong to one row the last counts: a step that was held back is said to be dropped first. A reader MUST
+refuse a line of a row that is not there. *Format 1.0* had neither `/lines` nor the later columns of `/steps`: where
+one of these is missing, line i is step i, and `/steps` MUST be ignored. A reader of format 1.0 finds the steps that
+have a line.
 
 **`/lineage`**, bytes (u1): each line is one `nantrace.lineage.Lineage` as its `to_json` writes it, ended by a line
 feed, and the last line counts. No line: no ops were recorded. Its JSON is strict as well; a nonfinite float is
@@ -76,7 +86,9 @@ feed, and the last line counts. No line: no ops were recorded. Its JSON is stric
 **Killed writers.** After SIGKILL at any moment the file MUST open with plain h5py and hold every row whose flush
 returned. Two measures serve this. Rows are written straight into space that was allocated before, so that a flush
 changes no metadata; and when a table does grow, the end of file that the superblock states is raised before anything
-points behind the old one. Power loss is another matter: nothing is synced to the disk.
+points behind the old one. Power loss is another matter: nothing is synced to the disk. `nantrace.trace` flushes at the
+end of each step whose events it writes, and otherwise when a second has passed since the last flush: a kill can lose
+the numbers of steps that ended within a second after it, and the events that `keep_steps` holds back in memory.
 """
 
 from __future__ import annotations
@@ -88,9 +100,10 @@ import h5py
 import numpy as np
 
 from nantrace.events import EVENT, Phase, Role
+from nantrace.steps import STEP
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 TABLE_VERSION = 1
 
 #: Reference to `/names` that stands for None.
@@ -115,18 +128,9 @@ SITE = np.dtype(
     ]
 )
 MODULE = np.dtype([("fqn", "<u4"), ("cls", "<u4"), ("aliases", "<u4")])
-STEP = np.dtype(
-    [
-        ("step", "<u4"),
-        ("first_seq", "<u8"),
-        ("events", "<u8"),
-        ("loss", "<f8"),
-        ("lr", "<f8"),
-        ("seconds", "<f8"),
-    ]
-)
 NAME = np.dtype(f"S{NAME_WIDTH}")
 BYTE = np.dtype("u1")
+LINE = np.dtype("<u8")
 
 #: Each table with its row and the rows of one chunk: small traces stay small, long ones have few chunks.
 TABLES: dict[str, tuple[np.dtype[Any], int]] = {
@@ -137,6 +141,7 @@ TABLES: dict[str, tuple[np.dtype[Any], int]] = {
     "ledger": (BYTE, 8192),
     "lineage": (BYTE, 8192),
     "events": (EVENT, 1024),
+    "lines": (LINE, 128),
 }
 COMMITTED = np.dtype([(name, "<u8") for name in TABLES])
 

@@ -20,16 +20,17 @@ import numpy.typing as npt
 from nantrace.errors import NantraceError, TraceExistsError
 from nantrace.events import EVENT, ModuleEntry, Raised, Site
 from nantrace.lineage import Lineage
+from nantrace.steps import STEP, packed
 from nantrace.store.plain import to_json
 from nantrace.store.schema import (
     BYTE,
     FORMAT_MAJOR,
     FORMAT_MINOR,
+    LINE,
     MODULE,
     NAME,
     NULL,
     SITE,
-    STEP,
     escape,
     split_name,
 )
@@ -104,6 +105,7 @@ class TraceWriter:
         self._name_rows = 0
         self._new_names: list[bytes] = []
         self._sites = 0
+        self._steps = 0
         self._seq = 0
         self._file = _create(self.path, _attributes(meta), overwrite)
         self._closed = False
@@ -144,15 +146,23 @@ class TraceWriter:
         self._seq += len(rows)
         self._write("events", rows)
 
-    def add_step(self, step: Mapping[str, Any]) -> None:
-        """Appends one step to the ledger."""
+    def add_step(self, step: Mapping[str, Any], whole: bool = True) -> None:
+        """Appends one step to the ledger: its numbers, and all that is known of it if it is to be `whole`."""
         if self._idle():
             return
-        row = np.zeros(1, STEP)
-        for name in STEP.names or ():
-            row[name] = _number(step.get(name), STEP[name])
+        if whole:
+            self._add_line(self._steps, step)
+        self._write("steps", np.array([packed(step)], STEP))
+        self._steps += 1
+
+    def complete_step(self, place: int, step: Mapping[str, Any]) -> None:
+        """Says later all that is known of a step: `place` counts the calls of `add_step` before its own."""
+        if not self._idle():
+            self._add_line(place, step)
+
+    def _add_line(self, place: int, step: Mapping[str, Any]) -> None:
         self._write("ledger", _line(to_json(step)))
-        self._write("steps", row)
+        self._write("lines", np.array([place], LINE))
 
     def set_lineage(self, lineage: Lineage) -> None:
         """Stores the flow of nonfinite values; the last call counts."""
@@ -338,17 +348,3 @@ def _fixed(text: str, width: int = 1) -> Any:
 
 def _line(json: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(json.encode("ascii") + b"\n", BYTE)
-
-
-def _number(value: Any, dtype: np.dtype[Any]) -> Any:
-    """A ledger value for a numeric column; what is not one number is NaN, or 0 in an integer column."""
-    absent = np.nan if dtype.kind == "f" else 0
-    if isinstance(value, (bool, str)) or value is None:
-        return absent
-    try:
-        number = float(value) if dtype.kind == "f" else int(value)
-    except (TypeError, ValueError, OverflowError):
-        return absent
-    if dtype.kind == "u" and not 0 <= number <= np.iinfo(dtype).max:
-        return absent
-    return number

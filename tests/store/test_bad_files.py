@@ -295,7 +295,7 @@ def test_a_count_ahead_of_the_rows_does_no_harm(trace: Path) -> None:
 @pytest.mark.parametrize("version", ["2.0", "10.3", "999.0"])
 def test_a_newer_major_version_names_both_numbers(trace: Path, version: str) -> None:
     change(trace, lambda file: file["meta"].attrs.modify("format_version", version))
-    refused(trace, rf"has format {version}, and this nantrace reads up to 1\.0: update nantrace")
+    refused(trace, rf"has format {version}, and this nantrace reads up to 1\.1: update nantrace")
 
 
 @pytest.mark.parametrize("version", ["", "1", "one", "1.0.0", "json:1", "-1.0", 1.0, np.zeros(3), "1." + "9" * 5000])

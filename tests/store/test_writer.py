@@ -239,7 +239,7 @@ def test_the_count_is_written_behind_the_rows(tmp_path: Path) -> None:
         raw = (tmp_path / "step.h5").read_bytes()
         stored = b"".join(raw[chunk.byte_offset : chunk.byte_offset + chunk.size] for chunk in chunks)
         seqs = np.frombuffer(stored, EVENT)["seq"]
-        count = np.frombuffer(raw, "<u8", 7, offset)[6]
+        count = np.frombuffer(raw, "<u8", 8, offset)[6]
         assert count == 305 + 300 * batch == np.count_nonzero(seqs)
-    assert offset // 4096 == (offset + 55) // 4096  # a page is written whole or not at all
+    assert offset // 4096 == (offset + 63) // 4096  # a page is written whole or not at all
     writer.close()

@@ -1,0 +1,161 @@
+"""The ledger as a value: a row of numbers for every step, and all that was said of some of them.
+
+A long run keeps 85 bytes a step. What a step said beside its numbers (learning rates by group, losses by name, notes)
+stands in a mapping of its own, which a sampled or dropped step goes without. Knows no torch and no file.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Step = Mapping[str, Any]
+
+
+class Marks(enum.IntFlag):
+    """What a row of numbers cannot say by them."""
+
+    UNDETAILED = 1  # outside the sample: no module was listened to
+    LOSS_IS_NAN = 2  # and not absent
+    GRADIENT_NORM_IS_NAN = 4
+
+
+#: One row a step. A float is NaN where it was not recorded as one number; `marks` is a `Marks` mask.
+STEP = np.dtype(
+    [
+        ("step", "<u4"),
+        ("first_seq", "<u8"),  # 0 where the events were not written, or after the row
+        ("events", "<u8"),  # that were seen, kept or not
+        ("loss", "<f8"),
+        ("lr", "<f8"),
+        ("seconds", "<f8"),
+        ("gradient_norm", "<f8"),
+        ("scale_before", "<f8"),
+        ("scale_after", "<f8"),
+        ("attempted", "<u4"),
+        ("committed", "<u4"),
+        ("skipped", "<u4"),
+        ("nonfinite", "<u4"),  # events with a NaN or an infinity
+        ("marks", "u1"),
+    ]
+)
+_COUNTS = ("attempted", "committed", "skipped")
+_FLOATS = ("seconds", "loss", "lr", "gradient_norm", "scale_before", "scale_after")
+_NAN_MARKS = {"loss": Marks.LOSS_IS_NAN, "gradient_norm": Marks.GRADIENT_NORM_IS_NAN}
+_BLOCK = 4096  # rows that iteration unpacks at once
+
+
+def packed(step: Step) -> tuple[Any, ...]:
+    """The numbers of one step, in the order of `STEP`."""
+    numbers = {name: _number(step.get(name), STEP[name]) for name in STEP.names or () if name != "marks"}
+    marks = Marks.UNDETAILED if step.get("detailed") is False else Marks(0)
+    for name, mark in _NAN_MARKS.items():
+        value = step.get(name)
+        if isinstance(value, float) and math.isnan(value):
+            marks |= mark
+    return (*numbers.values(), int(marks))
+
+
+def unpacked(row: Sequence[Any]) -> dict[str, Any]:
+    """The mapping that the numbers of one row amount to; its events count as not kept."""
+    numbers = dict(zip(STEP.names or (), row, strict=True))
+    step: dict[str, Any] = {"step": numbers["step"], "first_seq": 0, "events": 0}
+    step.update((name, numbers[name]) for name in _COUNTS)
+    for name in _FLOATS:
+        value = numbers[name]
+        if value == value or numbers["marks"] & _NAN_MARKS.get(name, 0):
+            step[name] = value
+    if numbers["events"]:
+        step["not_kept"] = numbers["events"]
+    if numbers["nonfinite"]:
+        step["nonfinite"] = numbers["nonfinite"]
+    if numbers["marks"] & Marks.UNDETAILED:
+        step["detailed"] = False
+    return step
+
+
+class Steps(Sequence[Step]):
+    """The steps of a long run: a sequence of mappings that are made when they are asked for.
+
+    Equal to any sequence of equal mappings. A slice is a tuple.
+
+    Args:
+        rows: an array of `STEP`, one row a step.
+        said: by the place of a row, all that was said of that step; such a step's numbers are not looked at.
+    """
+
+    def __init__(self, rows: npt.NDArray[np.void], said: Mapping[int, Step]) -> None:
+        self.rows = rows
+        self.said = said
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Step: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Step, ...]: ...
+    def __getitem__(self, place: int | slice) -> Step | tuple[Step, ...]:
+        if isinstance(place, slice):
+            return tuple(self[at] for at in range(*place.indices(len(self))))
+        at = range(len(self))[place]
+        return self.said[at] if at in self.said else unpacked(self.rows[at].tolist())
+
+    def __iter__(self) -> Iterator[Step]:
+        for begin in range(0, len(self), _BLOCK):
+            for at, row in enumerate(self.rows[begin : begin + _BLOCK].tolist(), begin):
+                yield self.said[at] if at in self.said else unpacked(row)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to tuples of dicts, which have none either
+
+    def __repr__(self) -> str:
+        shown = [repr(step) for step in itertools.islice(self, 3)]
+        return f"<{len(self)} steps: {', '.join(shown)}{', ...' if len(self) > 3 else ''}>"
+
+
+def steps_from(rows: npt.NDArray[np.void], said: Mapping[int, Step]) -> Sequence[Step]:
+    """The steps; as a plain tuple where everything is known of each and is in memory already."""
+    if len(said) == len(rows) and isinstance(said, dict):
+        return tuple(said[place] for place in range(len(rows)))
+    return Steps(rows, said)
+
+
+def told(steps: Iterable[Step]) -> Iterator[Step]:
+    """The steps of which more is known than numbers, in order: notes, decisions and conduct stand nowhere else."""
+    if not isinstance(steps, Steps):
+        return iter(steps)
+    return (steps.said[place] for place in sorted(steps.said))
+
+
+def numbers_of(steps: Iterable[Step]) -> list[int]:
+    """The numbers of the steps, of those that have one."""
+    if isinstance(steps, Steps):
+        numbers: list[int] = steps.rows["step"].tolist()
+        return numbers
+    found = (step.get("step") for step in steps)
+    return [number for number in found if isinstance(number, int)]
+
+
+def _number(value: Any, dtype: np.dtype[Any]) -> Any:
+    """A value for a numeric column; what is not one number is NaN, or 0 in an integer column."""
+    absent = np.nan if dtype.kind == "f" else 0
+    if isinstance(value, (bool, str)) or value is None:
+        return absent
+    try:
+        number = float(value) if dtype.kind == "f" else int(value)
+    except (TypeError, ValueError, OverflowError):
+        return absent
+    if dtype.kind == "u" and not 0 <= number <= np.iinfo(dtype).max:
+        return absent
+    return number

@@ -1,0 +1,157 @@
+"""Steps of which only numbers are kept: what they amount to, what older and damaged files give, long ledgers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nantrace.errors import TraceFormatError
+from nantrace.steps import STEP, Steps, numbers_of, packed, told, unpacked
+from nantrace.store import TraceWriter, lines, load
+
+NUMBERS = {
+    "attempted": 1,
+    "committed": 0,
+    "skipped": 1,
+    "seconds": 0.25,
+    "loss": 2.5,
+    "lr": 1e-3,
+    "gradient_norm": 7.0,
+    "scale_before": 65536.0,
+    "scale_after": 32768.0,
+    "detailed": False,
+}
+
+
+def a_step(number: int, **more: Any) -> dict[str, Any]:
+    return {"step": number, "first_seq": 0, "events": 0, **NUMBERS, **more}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Ten steps; 0, 5 and, said later, 3 with all that is known of them."""
+    with TraceWriter(tmp_path / "step.h5") as writer:
+        for number in range(10):
+            writer.add_step(a_step(number, notes=("one",)), whole=number in (0, 5))
+        writer.complete_step(3, a_step(3, notes=("late",)))
+    return tmp_path / "step.h5"
+
+
+def test_a_step_without_a_line_is_its_numbers(path: Path) -> None:
+    steps = load(path).steps
+    assert len(steps) == 10
+    assert steps[4] == a_step(4)
+    assert steps[5] == a_step(5, notes=("one",))
+    assert steps[3] == a_step(3, notes=("late",))
+
+
+def test_steps_behave_as_a_tuple_of_mappings(path: Path) -> None:
+    steps = load(path).steps
+    plain = tuple(
+        a_step(n, **({0: {"notes": ("one",)}, 3: {"notes": ("late",)}, 5: {"notes": ("one",)}}.get(n, {})))
+        for n in range(10)
+    )
+    assert steps == plain and tuple(steps) == plain
+    assert steps != plain[:-1] and steps != plain[::-1]
+    assert steps[-2] == plain[-2] and steps[2:9:3] == plain[2:9:3] and steps[:0] == ()
+    assert list(reversed(steps)) == list(reversed(plain))
+    with pytest.raises(IndexError):
+        steps[10]
+
+
+def test_steps_of_which_more_is_known_are_found_without_the_others(path: Path) -> None:
+    steps = load(path).steps
+    assert [step["step"] for step in told(steps)] == [0, 3, 5]
+    assert numbers_of(steps) == list(range(10))
+    assert list(told(tuple(steps))) == list(steps) and numbers_of(tuple(steps)) == list(range(10))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.0])
+def test_a_nonfinite_loss_is_told_from_an_absent_one(loss: float) -> None:
+    assert repr(unpacked(packed({"step": 1, "loss": loss}))["loss"]) == repr(loss)
+    assert "loss" not in unpacked(packed({"step": 1}))
+    assert "loss" not in unpacked(packed({"step": 1, "loss": [1.0, 2.0]}))
+
+
+def test_events_that_were_seen_and_dropped_are_counted() -> None:
+    step = unpacked(packed({"step": 1, "events": 40, "first_seq": 7, "nonfinite": 2}))
+    assert (step["events"], step["first_seq"], step["not_kept"], step["nonfinite"]) == (0, 0, 40, 2)
+    assert "detailed" not in step
+
+
+floats = st.none() | st.floats(width=64)
+
+
+@given(st.fixed_dictionaries({name: floats for name in ("loss", "gradient_norm")}), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=50)
+def test_numbers_survive_a_row(given_: dict[str, float | None], number: int) -> None:
+    row = np.array([packed({"step": number, **given_})], STEP)
+    back = unpacked(row[0].tolist())
+    assert back["step"] == number
+    for name, value in given_.items():
+        assert repr(back.get(name)) == repr(value)
+
+
+def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "step.h5") as writer:
+        writer.add_step({"step": 0, "not_kept": 9})
+        writer.add_step({"step": 1})
+        writer.complete_step(0, {"step": 0, "events": 9})
+    assert load(tmp_path / "step.h5").steps == ({"step": 0, "events": 9}, {"step": 1})
+
+
+def test_a_file_of_format_1_0_has_a_line_for_every_step(tmp_path: Path) -> None:
+    old = np.dtype([(name, STEP[name]) for name in ("step", "first_seq", "events", "loss", "lr", "seconds")])
+    with TraceWriter(tmp_path / "step.h5") as writer:
+        for number in range(3):
+            writer.add_step({"step": number, "loss": 1.0, "notes": (number,)})
+    with h5py.File(tmp_path / "step.h5", "r+") as file:
+        file["meta"].attrs.modify("format_version", "1.0")
+        rows = file["steps"][:]
+        del file["lines"], file["steps"]
+        file["steps"] = np.array([tuple(row)[:6] for row in rows], old)
+    assert load(tmp_path / "step.h5").steps == tuple({"step": n, "loss": 1.0, "notes": (n,)} for n in range(3))
+
+
+def test_a_ledger_that_is_missing_leaves_the_numbers(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        del file["ledger"]
+    assert load(path).steps == tuple(a_step(number) for number in range(10))
+
+
+def test_a_line_of_a_step_that_is_not_there_is_refused(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["lines"][1] = 10
+    with pytest.raises(TraceFormatError, match="line of step 10 of 10 in the ledger: it is damaged"):
+        load(path)
+
+
+def test_a_long_ledger_is_parsed_when_it_is_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = load(path).steps
+    monkeypatch.setattr(lines, "_AT_ONCE", 10)
+    steps = load(path).steps
+    assert isinstance(steps, Steps) and not isinstance(steps.said, dict)
+    assert steps == at_once and list(told(steps)) == list(told(at_once))
+    with h5py.File(path, "r+") as file:
+        file["ledger"][20] = ord("{")
+    later = load(path).steps
+    assert later[5] == at_once[5]
+    with pytest.raises(TraceFormatError, match="damaged line of step 0 in the ledger"):
+        later[0]
+
+
+def test_a_long_ledger_that_is_not_lines_of_objects_is_refused_at_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_AT_ONCE", 10)
+    with h5py.File(path, "r+") as file:
+        file["ledger"][0] = ord("[")
+    with pytest.raises(TraceFormatError, match="as line 0 of the ledger: it is damaged"):
+        load(path)
