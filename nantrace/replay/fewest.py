@@ -10,14 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from torch import nn
-
-from nantrace.capture.sites import watched_modules
 from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.diagnosis.contrast import Smallest
-from nantrace.events import Phase
 from nantrace.replay.axes import Scene, modules_by_name
 from nantrace.replay.observed_run import Ran, as_it_is, run
 from nantrace.replay.precision import InFloat32
@@ -30,23 +26,26 @@ _KEPT = 1  # replay that the caller still needs
 _TIMING = 2 * 3  # replays that the search leaves for the timing
 
 
-def fewest(replays: Replays, scene: Scene, traced: Ran, finite: Callable[[Ran], bool]) -> Smallest:
-    """Search, then time. `traced` is a run of the failing step under the module trace: it shows which modules run."""
-    tree = _Tree(scene, traced)
+def fewest(replays: Replays, scene: Scene, finite: Callable[[Ran], bool]) -> Smallest:
+    """Search, then time; `finite` judges a run. The step fails as it is."""
+    tree = _Tree(scene)
     before = replays.count
+
+    def finite_in(room: contextlib.AbstractContextManager[Step], what: str) -> bool:
+        with contextlib.suppress(RuntimeError):  # a change that cannot be made helps nothing
+            return finite(run(replays, what, room, traced=False))
+        return False
 
     def passes(names: Sequence[str]) -> bool:
         what = f"in float32: {', '.join(name or '(model)' for name in names[:3])}{', ...' if len(names) > 3 else ''}"
-        with contextlib.suppress(RuntimeError):  # a change that cannot be made helps nothing
-            return finite(run(replays, what, tree.in_float32(names), traced=False))
-        return False
+        return finite_in(tree.in_float32(names), what)
 
     def may() -> bool:
         return replays.left > _KEPT + _TIMING
 
     if not may():
         return Smallest(reason="no replay was left to search for one")
-    if not passes(("",)):
+    if not finite_in(tree.whole(), "in float32: (model)"):
         return Smallest(replays=replays.count - before, reason="with the whole model in float32 it is nonfinite too")
     names, minimal = _narrowed(tree, passes, may)
     found = Smallest(tuple(names), minimal, replays.count - before)
@@ -94,22 +93,30 @@ def _without_spare(
 
 
 class _Tree:
-    """The modules that ran, by name, and which of them lies within which."""
+    """The modules that run, by name, and which of them lies within which; known once `whole` was run."""
 
-    def __init__(self, scene: Scene, traced: Ran) -> None:
+    def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        by_name = modules_by_name(scene.step.model)
-        ran = set() if traced.trace is None else {s.module for s in traced.trace.sites if s.phase is Phase.FORWARD}
-        ran |= {each.fqn for each in watched_modules(scene.step.model)[0] if not each.hookable}  # nobody saw them run
-        self._modules: Mapping[str, nn.Module] = {n: m for n, m in by_name.items() if n == "" or n in ran}
+        self._modules = modules_by_name(scene.step.model)
         self._place = {name: place for place, name in enumerate(self._modules)}
+        self._ran: set[str] = set()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[Step]:
+        """The whole model in float32; notes which modules are called. Those that are not have nothing to change."""
+        with contextlib.ExitStack() as exits:
+            step = exits.enter_context(self.in_float32([""]))
+            for name, module in self._modules.items():
+                handle = module.register_forward_pre_hook(lambda *_, name=name: self._ran.add(name))
+                exits.callback(handle.remove)
+            yield step
 
     def order(self, name: str) -> int:
         return self._place[name]
 
     def children(self, name: str) -> list[str]:
         """The nearest modules within `name` that ran."""
-        inside = [other for other in self._modules if other and other != name and _within(other, name)]
+        inside = [other for other in self._modules if other in self._ran and other != name and _within(other, name)]
         return [one for one in inside if not any(other != one and _within(one, other) for other in inside)]
 
     @contextlib.contextmanager

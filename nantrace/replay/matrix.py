@@ -193,7 +193,7 @@ def _smallest(replays: Replays, scene: Scene, traced: Ran, rows: Sequence[Row]) 
     def finite(ran: Ran) -> bool:
         return outcome_of(ran, scene)[0] == "finite"
 
-    return fewest(replays, scene, traced, finite)
+    return fewest(replays, scene, finite)
 
 
 def _notes(replays: Replays, first: Ran, scene: Scene) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from nantrace.diagnosis.contrast import AXES, BASE, Contrast, Row
 from nantrace.diagnosis.contrast_reading import readings
 from nantrace.errors import ReplayError
 from nantrace.replay.axes import NO_BATCH, TABLE
+from nantrace.replay.fewest import _narrowed
 from nantrace.replay.matrix import matrix
 from nantrace.replay.precision import InFloat32, autocast_as
 from nantrace.replay.snapshot import Snapshot
@@ -200,6 +202,66 @@ def test_two_modules_that_are_both_needed_are_both_in_the_smallest_set() -> None
     assert found.smallest.minimal
 
 
+def test_the_search_goes_into_lists_and_layers_that_a_module_trace_leaves_alone() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    with torch.no_grad():
+        model.layers[1].linear1.weight.mul_(1e6)
+    batch = {"x": torch.randn(3, 4, 8), "y": torch.randn(3, 4, 8)}
+    found = of(amp_step(model, batch), axes=["float32"])
+    assert found.smallest is not None
+    assert found.smallest.modules == ("layers.1.linear1", "layers.1.linear2")
+
+
+class Nested:
+    """A tree of names, as the search asks for it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def order(self, name: str) -> int:
+        return self._names.index(name)
+
+    def children(self, name: str) -> list[str]:
+        depth = len(name.split(".")) if name else 0
+        return [n for n in self._names if n and n.startswith(f"{name}." if name else "") and n.count(".") == depth]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sets(st.sampled_from(["", "0", "1", "0.a", "0.b", "0.b.x", "0.b.y", "1.a", "1.b", "2"]), min_size=1))
+def test_the_search_finds_exactly_what_is_needed(needed: set[str]) -> None:
+    """A module that is needed for its own code is needed as a whole."""
+    names = ["", "0", "0.a", "0.b", "0.b.x", "0.b.y", "1", "1.a", "1.b", "2"]
+    runs = 0
+
+    def passes(chosen: Any) -> bool:
+        nonlocal runs
+        runs += 1
+        return all(any(n == c or c == "" or n.startswith(f"{c}.") for c in chosen) for n in needed)
+
+    found, minimal = _narrowed(Nested(names), passes, lambda: True)  # type: ignore[arg-type]
+    outermost = {n for n in needed if not any(n != o and (o == "" or n.startswith(f"{o}.")) for o in needed)}
+    assert set(found) == outermost and minimal and found == sorted(found, key=names.index)
+    assert runs < 40
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sets(st.sampled_from(["0.a", "0.b.x", "1.a", "2"]), min_size=1), st.integers(0, 20))
+def test_a_search_that_is_cut_short_still_hands_out_a_set_that_suffices(needed: set[str], most: int) -> None:
+    names = ["", "0", "0.a", "0.b", "0.b.x", "0.b.y", "1", "1.a", "1.b", "2"]
+    runs = 0
+
+    def passes(chosen: Any) -> bool:
+        nonlocal runs
+        runs += 1
+        return all(any(n == c or c == "" or n.startswith(f"{c}.") for c in chosen) for n in needed)
+
+    found, minimal = _narrowed(Nested(names), passes, lambda: runs < most)  # type: ignore[arg-type]
+    assert passes(found)
+    assert not minimal or set(found) == needed
+
+
 def test_when_the_replays_run_out_rows_and_search_say_so() -> None:
     step, _ = fp16_overflow()
     found = of(step, max_replays=5)
@@ -245,6 +307,28 @@ def test_parameters_that_share_memory_are_not_cast() -> None:
     found = of(amp_step(model, batch_of()), axes=["float64"], smallest=False)
     assert found.row("float64").outcome == "not_applicable"
     assert "views of one memory" in found.row("float64").reason
+
+
+def test_a_captured_step_is_the_one_that_is_run(tmp_path: Path) -> None:
+    step, _ = fp16_overflow()
+    path = tmp_path / "step.capture"
+    with nantrace.trace(
+        step.model, optimizer=step.optimizer, batch=step.batch, capture=path, on_nonfinite="ignore"
+    ):  # fmt: skip
+        step()
+    for parameter in step.model.parameters():  # what it left is nonfinite, and not what it began with
+        parameter.data.zero_()
+    found = of(step, capture=path, axes=["float32"], smallest=False)
+    assert [row.outcome for row in found.rows] == ["nonfinite", "finite"]
+    assert found.base.place == "forward 1.proj"
+
+
+def test_data_parallel_models_are_not_cast() -> None:
+    class DistributedDataParallel(nn.Sequential):
+        """Holds on to gradient nodes, as its namesake does."""
+
+    found = of(amp_step(DistributedDataParallel(*body(nn.Tanh())), batch_of()), axes=["float64"], smallest=False)
+    assert found.row("float64").outcome == "not_applicable"
 
 
 def test_it_is_strict_json_and_draws() -> None:
