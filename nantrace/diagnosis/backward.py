@@ -21,6 +21,8 @@ _LINEAR_MAP = re.compile(
     r"(NonDynamicallyQuantizable)?Linear|Conv(Transpose)?[123]d|Embedding|ReLU|Identity|Dropout[123]?d?|Flatten"
 )
 
+_LINEAR = re.compile(r"(NonDynamicallyQuantizable)?Linear|Conv(Transpose)?[123]d")
+
 
 def same_gradient(seen: Seen, row: int) -> list[int]:
     """Rows of the gradient of the same tensor: they were written together, readers first, makers last."""
@@ -99,10 +101,31 @@ def cannot_have_made(seen: Seen, call: Call, row: int) -> bool:
     return all(seen.absmax(r) * int(seen.trace.events["numel"][r]) * factor < largest / 16 for r in arrived)
 
 
+def weights_changed(seen: Seen, row: int) -> bool:
+    """Whether a linear map put out NaN that its input and its weights, as they were seen, cannot give.
+
+    Products of finite values far from overflow hold none: the weights were written after they were looked at, or a
+    hook changed the output.
+    """
+    call = seen.call_of(row)
+    if call is None or seen.role[row] != Role.OUTPUT or seen.phase[row] != Phase.FORWARD or not seen.nan[row]:
+        return False
+    if call.children or not _LINEAR.fullmatch(seen.classes.get(call.module, "")) or not call.inputs:
+        return False
+    state = seen.rows(int(seen.step[row]), Role.PARAM, phases=[Phase.FORWARD])
+    own = [int(r) for r in state if seen.site(int(r)).module == call.module]
+    if not own or any(seen.bad[r] for r in (*call.inputs, *own)):
+        return False
+    largest = min(LARGEST.get(seen.site(r).dtype, 1e4) for r in (row, *call.inputs, *own))
+    terms = max(int(seen.trace.events["numel"][r]) for r in (*call.inputs, *own))
+    factors = [max(1.0, *(seen.absmax(r) for r in rows)) for rows in (call.inputs, own)]
+    return factors[0] * factors[1] * terms < largest / 16
+
+
 def made_elsewhere(seen: Seen, row: int) -> bool:
     """Whether a parameter's nonfinite gradient cannot come from the calls of the module that owns it."""
     site = seen.site(row)
-    if seen.role[row] != Role.GRAD or seen.phase[row] != Phase.BACKWARD or not site.module:
+    if seen.role[row] != Role.GRAD or seen.phase[row] != Phase.BACKWARD or site.module is None:
         return False
     if site.slot.rpartition(".")[2] not in ("weight", "bias"):  # weight_norm and its like keep others
         return False

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nantrace.diagnosis import evidence, growth, suspects
-from nantrace.diagnosis.backward import made_elsewhere
+from nantrace.diagnosis.backward import made_elsewhere, weights_changed
 from nantrace.diagnosis.parents import (
     INF,
     NAN,
@@ -258,6 +258,9 @@ def _stage(seen: Seen, row: int) -> Stage | None:
         return "backward" if phase is Phase.BACKWARD else "gradients"
     if role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) or phase in (Phase.RECOMPUTE, Phase.BACKWARD):
         return "backward"
+    if weights_changed(seen, row):
+        before = seen.rows(int(seen.step[row]), Role.GRAD)
+        return "gradients" if before.size and before[0] < row else None
     around = enclosing(seen, row)
     if around is not None:
         return "loss" if around.foreign else "forward"
@@ -317,7 +320,7 @@ def _origin(seen: Seen, root: Root) -> Origin:
     flow = site.role in (Role.INPUT, Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_OUTPUT)
     module = site.module if not flow else (around.module if around is not None else None)
     outside = site.role is Role.LOSS or _stage(seen, row) in ("gradients", "optimizer")
-    if outside or made_elsewhere(seen, row):
+    if outside or made_elsewhere(seen, row) or weights_changed(seen, row):
         module = None
     return Origin(
         step=int(seen.step[row]),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis import growth, suspects
-from nantrace.diagnosis.backward import differentiated_before, made_elsewhere
+from nantrace.diagnosis.backward import differentiated_before, made_elsewhere, weights_changed
 from nantrace.diagnosis.parents import enclosing, is_external, overflowed, parents
 from nantrace.diagnosis.reached import reached
 from nantrace.diagnosis.seen import LARGEST, Call, Seen
@@ -129,6 +129,11 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
         )
         return f"{site.tensor} was nonfinite when {site.module or 'the model'} was called with it{batch}."
     name = named(call.module)
+    if weights_changed(seen, row):
+        return (
+            f"{name} put out NaN, which its input and its weights cannot give as they were seen: they are finite and "
+            "far from overflow. Its weights were written since the step began, or a hook changed its output."
+        )
     if seen.phase[row] == Phase.BACKWARD:
         outside = "" if role is Role.GRAD_INPUT else " to a module inside"
         return f"The gradients that reached {name} are finite, the one that its backward passed on{outside} is not."

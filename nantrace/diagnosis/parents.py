@@ -234,8 +234,9 @@ def _handed(seen: Seen, calls: list[Call]) -> Handed:
     read, finite = len(seen.bad), False  # the next call that has inputs: its first row, whether they were finite
     for call in reversed(calls):
         nan, infinite = (any(kind[row] for row in call.inputs) for kind in (seen.nan, seen.infinite))
+        dead = finite and not _is_differentiated(seen, call)
         found += [
-            (row, call.last, read, finite, bool(nan and seen.nan[row]), bool(infinite and seen.infinite[row]))
+            (row, call.last, read, dead, bool(nan and seen.nan[row]), bool(infinite and seen.infinite[row]))
             for row in reversed(call.outputs)
             if seen.bad[row]
         ]
@@ -245,20 +246,43 @@ def _handed(seen: Seen, calls: list[Call]) -> Handed:
     return Handed(*columns[:3], *(column.astype(bool) for column in columns[3:]))
 
 
+def _is_differentiated(seen: Seen, call: Call) -> bool:
+    """Whether every element of what `call` put out had a gradient: what was masked or clamped away has 0."""
+    low, high = seen.trace.events["min"], seen.trace.events["max"]
+    return any(not seen.bad[row] and (low[row] > 0 or high[row] < 0) for row in call.grad_outputs)
+
+
 def _state(seen: Seen, module: str, row: int) -> list[int]:
     """Nonfinite parameters and buffers that the code of `module` can have read, as they were last seen."""
     if module.startswith("<"):
         return []
     step = int(seen.step[row])
     found = []
-    for first, name, rows in seen.bad_state:
+    for first, _, rows in seen.bad_state:
         if first >= row:
             break
         last = int(rows[np.searchsorted(rows, row) - 1])
         owner = seen.site(last).module or ""
-        if seen.bad[last] and (owner == module or _read_around(seen, step, owner, module, name)):
+        if seen.bad[last] and (owner == module or _reads_elsewhere(seen, step, owner, module, last)):
             found.append(last)
     return found
+
+
+def _reads_elsewhere(seen: Seen, step: int, owner: str, module: str, row: int) -> bool:
+    return _read_around(seen, step, owner, module, seen.name(row)) or _shares(seen, step, module, row)
+
+
+def _shares(seen: Seen, step: int, module: str, row: int) -> bool:
+    """Whether a linear layer without a weight of its own multiplies by that of another: a tensor is recorded once."""
+    site = seen.site(row)
+    if seen.classes.get(module) != "Linear" or site.role is not Role.PARAM or len(site.shape) != 2:
+        return False
+    own = seen.rows_of_name.get((int(Role.PARAM), f"{module}.weight"))
+    if own is not None and (seen.step[own] == step).any():
+        return False
+    mine = [call for call in seen.calls(step).values() if call.module == module]
+    shapes = [(seen.site(o).shape[-1:], seen.site(i).shape[-1:]) for c in mine for o in c.outputs for i in c.inputs]
+    return (site.shape[:1], site.shape[1:]) in shapes
 
 
 def _read_around(seen: Seen, step: int, owner: str, module: str, name: str) -> bool:
