@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,12 @@ class Books:
             steps + 1,
         )
 
-    def before_update(self, step: OpenStep, parameters: Named) -> None:
-        """The first update of the step is about to begin."""
+    def before_update(self, step: OpenStep, parameters: Callable[[], Named], optimizer: Any) -> None:
+        """An update is about to begin; `parameters` gives those that are trained."""
         if step.weights is None and not step.updated and is_sampled(step.number):
-            step.weights = WeightSample(parameters)
+            step.weights = WeightSample(parameters())
+        if step.weights is not None:
+            step.weights.hold(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def after_update(self, step: OpenStep) -> None:
         if step.weights is not None:
@@ -167,11 +169,14 @@ class Books:
         relative = None if step.weights is None else step.weights.relative()
         if step.weights is None or relative is None:
             return {}
-        norms = {name: norm for name, norm in _unscaled(step)}
+        # Of a parameter that no optimizer took only the gradient of the sample is known.
+        norms = {**step.weights.slopes(), **dict(_unscaled(step))}
         names = step.weights.names
         told: dict[str, Any] = {
             "gradient": [_rounded(norms.get(name)) for name in names],
             "update": [None if size != size else _rounded(size) for size in relative.tolist()],
+            "size": [_rounded(size) for size in step.weights.sizes().tolist()],
+            "not_held": step.weights.not_held(),
         }
         if names != self._weight_names:
             self._weight_names = names

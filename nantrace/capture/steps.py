@@ -237,7 +237,7 @@ class StepRecorder(StepListener):
         first_sight = all(known is not optimizer for known in self._known())
         with Quiet():
             self.books.updates.see(optimizer)
-            self.books.before_update(step, self._state.trained())
+            self.books.before_update(step, self._state.trained, optimizer)
             self._read_gradients(step, optimizer, Phase.OPTIMIZER)
             if first_sight:
                 self._found.append(weakref.ref(optimizer))

@@ -1,0 +1,155 @@
+"""What was noticed, before anybody asks why: a spike, a nonfinite tensor, a skipped update, a bad batch, an exception.
+
+Four observations that are easily taken for one another. Each is told with what it proves and what it leaves open. Pure;
+blames nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from nantrace.diagnosis.observation import Observation, numbered
+from nantrace.diagnosis.scale import readings
+from nantrace.diagnosis.stalled import stalled
+from nantrace.events import Trace
+
+_FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count
+_BEYOND = 3.0  # spreads above the upper decile
+_SHARE = 0.1  # of the median: no spread is taken for less, or a flat curve would spike at every step
+
+
+def symptoms(trace: Trace) -> tuple[Observation, ...]:
+    """Everything that stands out in the ledger and the events of a trace.
+
+    Returns:
+        The exception that ended the block, nonfinite values, bad batches, skipped updates and how to read the scale,
+        spikes of the loss, and weights that stand still, in this order. Empty for a run in which nothing stands out.
+    """
+    found = [
+        *_raised(trace),
+        *_nonfinite(trace),
+        *_bad_batches(trace),
+        *_skips(trace),
+        *readings(trace),
+        *_spikes(trace),
+        *stalled(trace),
+    ]
+    return tuple(found)
+
+
+def _raised(trace: Trace) -> Iterator[Observation]:
+    raised = trace.raised
+    if raised is None:
+        return
+    said = f"{raised.error}: {raised.message}" if raised.message else raised.error
+    bad = raised.step is not None and (raised.step in _bad_steps(trace) or _is_bad(_row(trace, raised.step)))
+    yield Observation(
+        "raised",
+        () if raised.step is None else (raised.step,),
+        f"The block was ended by {said}.",
+        ("A nonfinite value had been seen in that step.",) if bad else ("No nonfinite value had been seen in it.",),
+        "It proves that some code, perhaps a check or a logger, stopped there.",
+        "It does not prove that a tensor was nonfinite, nor that the code which raised is where it began.",
+    )
+
+
+def _nonfinite(trace: Trace) -> Iterator[Observation]:
+    bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in trace.steps if _is_bad(row) and "step" in row})
+    if not bad:
+        return
+    losses = [int(row["step"]) for row in trace.steps if _is_nonfinite(row.get("loss"))]
+    evidence = (f"The loss was nonfinite in {numbered(losses)}.",) if losses else ("No loss was nonfinite.",)
+    yield Observation(
+        "nonfinite",
+        tuple(bad),
+        f"A nonfinite value was seen in {numbered(bad)}.",
+        evidence,
+        "It proves that a NaN or an infinity existed.",
+        "It does not prove damage: a mask may have put it there, or a skipped update thrown it away.",
+    )
+
+
+def _bad_batches(trace: Trace) -> Iterator[Observation]:
+    for row in trace.steps:
+        found = row.get("batch_check") or ()
+        if found:
+            batch = "" if row.get("batch_id") is None else f" (batch {row['batch_id']})"
+            yield Observation(
+                "bad_batch",
+                (int(row["step"]),),
+                f"The batch of step {row['step']}{batch} stands out: {_finding(found[0])}.",
+                tuple(f"{_finding(each)}." for each in found[1:]),
+                "It proves what the batch held when the step ended.",
+                "It does not prove that this made the step fail: put the batch through a step in float32 to see.",
+            )
+
+
+def _finding(found: Mapping[str, Any]) -> str:
+    samples = found.get("samples") or ()
+    where = f" in {numbered(list(samples), 'sample')}" if samples else ""
+    return f"{found.get('tensor')} {found.get('finding')}{where}"
+
+
+def _skips(trace: Trace) -> Iterator[Observation]:
+    rows = [row for row in trace.steps if row.get("skipped")]
+    if not rows:
+        return
+    attempted = sum(int(row.get("attempted") or 0) for row in trace.steps)
+    skipped = sum(int(row["skipped"]) for row in rows)
+    names = list(dict.fromkeys(str(name) for row in rows for name in row.get("skipped_by") or ()))
+    by = (f"Nonfinite gradients: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}.",) if names else ()
+    yield Observation(
+        "skipped_update",
+        tuple(int(row["step"]) for row in rows),
+        f"{skipped:,} of {attempted:,} attempted updates were skipped.",
+        by,
+        "It proves that a scaled gradient was nonfinite and that this update left the weights as they were.",
+        "It does not prove that the model is broken: a scale that is too large for float16 does the same.",
+    )
+
+
+def _spikes(trace: Trace) -> Iterator[Observation]:
+    before: list[float] = []
+    spikes: list[tuple[int, float, float, float]] = []
+    for row in trace.steps:
+        loss = row.get("loss")
+        if not isinstance(loss, (int, float)) or not math.isfinite(loss):
+            continue
+        if len(before) >= _FEWEST:
+            low, median, high = np.quantile(before[-_WINDOW:], (0.1, 0.5, 0.9))
+            if loss > high + _BEYOND * max(high - low, _SHARE * abs(median)):
+                spikes.append((int(row.get("step", 0)), float(loss), float(median), float(high)))
+        before.append(float(loss))
+    if not spikes:
+        return
+    step, loss, median, high = max(spikes, key=lambda spike: spike[1] - spike[3])
+    skipped = any(row.get("skipped") for row in trace.steps if row.get("step") == step)
+    yield Observation(
+        "loss_spike",
+        tuple(spike[0] for spike in spikes),
+        f"The loss of step {step} was {loss:.4g}; before it the median was {median:.4g}, nine in ten below {high:.4g}.",
+        ("The update of that step was skipped.",) if skipped else (),
+        "It proves that this loss lies far outside what this run's losses were before.",
+        "It is finite and proves no overflow: a hard batch, a learning rate or a bad label does the same.",
+    )
+
+
+def _bad_steps(trace: Trace) -> set[int]:
+    bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
+    return {int(step) for step in np.unique(trace.events["step"][bad])}
+
+
+def _row(trace: Trace, step: int) -> Mapping[str, Any]:
+    return next((row for row in trace.steps if row.get("step") == step), {})
+
+
+def _is_bad(row: Mapping[str, Any]) -> bool:
+    return _is_nonfinite(row.get("loss")) or _is_nonfinite(row.get("gradient_norm"))
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,239 @@
+"""What stands out over the steps: told apart, in careful words, and silence for a run in which nothing does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nantrace.capture.tracer import Tracer
+from nantrace.diagnosis.observation import Observation
+from nantrace.diagnosis.scale import readings
+from nantrace.diagnosis.stalled import stalled
+from nantrace.diagnosis.symptom import symptoms
+from nantrace.events import EVENT, Raised, Trace
+
+
+def _trace(*steps: Mapping[str, Any], raised: Raised | None = None) -> Trace:
+    return Trace(np.zeros(0, EVENT), (), steps=steps, raised=raised)
+
+
+def _losses(*losses: float) -> Trace:
+    return _trace(*({"step": step, "loss": loss} for step, loss in enumerate(losses)))
+
+
+def _scaled(pattern: str, scale: float = 65_536.0, committed: int = 0, **other: list[Any]) -> Trace:
+    """A run of one letter a step: "." committed, "s" skipped, "g" committed and the scale grew."""
+    rows = []
+    for step, letter in enumerate(pattern):
+        after = scale / 2 if letter == "s" else scale * 2 if letter == "g" else scale
+        committed += letter != "s"
+        row = {
+            "step": step,
+            "attempted": 1,
+            "committed": int(letter != "s"),
+            "skipped": int(letter == "s"),
+            "committed_total": committed,
+            "scale_before": scale,
+            "scale_after": after,
+            "loss": 1.0,
+        }
+        rows.append({**row, **{name: values[step] for name, values in other.items()}})
+        scale = after
+    return _trace(*rows)
+
+
+def _kinds(found: tuple[Observation, ...]) -> list[str]:
+    return [each.kind for each in found]
+
+
+def test_nothing_stands_out_of_a_plain_run() -> None:
+    assert symptoms(_losses(*(1 / (1 + step) for step in range(100)))) == ()
+    assert symptoms(_scaled("." * 30)) == ()
+
+
+def test_a_loss_far_above_the_steps_before_is_a_spike() -> None:
+    (spike,) = symptoms(_losses(*([1.0, 1.1, 0.9, 1.05] * 5), 9.0, 1.0))
+    assert (spike.kind, spike.steps) == ("loss_spike", (20,))
+    assert "was 9" in spike.sentence
+    assert "the median was 1.025" in spike.sentence
+    assert "no overflow" in spike.leaves_open
+
+
+def test_a_noisy_loss_is_no_spike() -> None:
+    rng = np.random.default_rng(0)
+    assert symptoms(_losses(*rng.lognormal(0.0, 0.25, 400).tolist())) == ()
+
+
+def test_a_few_losses_are_no_distribution() -> None:
+    assert symptoms(_losses(1.0, 1.0, 1.0, 50.0)) == ()
+
+
+def test_an_exception_is_told_apart_from_a_nonfinite_value() -> None:
+    raised = Raised("ValueError", "loss is too high", 1)
+    (alone,) = symptoms(_trace({"step": 0, "loss": 1.0}, raised=raised))
+    assert alone.kind == "raised"
+    assert alone.evidence == ("No nonfinite value had been seen in it.",)
+    with_nan = symptoms(_trace({"step": 1, "loss": math.nan}, raised=raised))
+    assert _kinds(with_nan) == ["raised", "nonfinite"]
+    assert with_nan[0].evidence == ("A nonfinite value had been seen in that step.",)
+
+
+def test_a_skip_is_no_verdict_on_the_model() -> None:
+    skipped = symptoms(_scaled("....s....", committed=100))[0]
+    assert skipped.kind == "skipped_update"
+    assert skipped.sentence == "1 of 9 attempted updates were skipped."
+    assert skipped.leaves_open.startswith("It does not prove that the model is broken")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "committed", "kinds"),
+    [
+        ("sss......", 0, ["calibration"]),
+        ("sss...s..", 0, ["calibration", "occasional"]),
+        ("...g...s....", 500, ["occasional"]),
+        ("ss...", 500, ["occasional"]),
+        ("....sssssss", 0, ["persistent_overflow"]),
+        ("s" * 18, 0, ["persistent_overflow"]),
+        ("s" * 18 + "..", 0, ["persistent_overflow"]),
+        (".......", 0, []),
+    ],
+)
+def test_the_scale_is_read(pattern: str, committed: int, kinds: list[str]) -> None:
+    assert _kinds(readings(_scaled(pattern, committed=committed))) == kinds
+
+
+def test_growth_before_a_skip_is_told() -> None:
+    (found,) = readings(_scaled("...g...s....", committed=500))
+    assert found.evidence == ("The scale had grown before 1 of these.",)
+    assert found.steps == (7,)
+
+
+def test_a_nan_loss_is_no_scale_problem() -> None:
+    losses = [1.0, 1.0, 1.0, math.nan, math.nan, math.nan, math.nan, 1.0]
+    found = readings(_scaled("...ssss.", committed=9, loss=losses))
+    assert found[0].kind == "nan_at_stable_scale"
+    assert found[0].evidence == ("Up to step 3 the scale stood at 65,536.",)
+
+
+def test_skips_that_go_with_batches_are_told() -> None:
+    batches = [step % 5 for step in range(20)]
+    pattern = "".join("s" if batch == 3 else "." for batch in batches)
+    found = {each.kind: each for each in readings(_scaled(pattern, committed=9, batch_id=batches))}
+    assert "which were skipped every time" in found["same_batches"].sentence
+    assert "with batch 3," in found["same_batches"].sentence
+    other = _scaled("...s......s....s....", committed=9, batch_id=batches)
+    assert "same_batches" not in _kinds(readings(other))
+
+
+def test_an_onset_after_a_rise_of_the_learning_rate_is_told() -> None:
+    rates = [[0.1]] * 5 + [[0.4]] * 5
+    found = readings(_scaled("......s...", committed=9, lr=rates))
+    assert _kinds(found) == ["occasional", "onset_at_rise"]
+    assert "rose from 0.1 to 0.4 at step 5" in found[1].sentence
+
+
+def test_an_onset_at_the_end_of_warmup_is_told() -> None:
+    rates = [[0.5 + 0.1 * min(step, 6)] for step in range(12)]
+    found = readings(_scaled("........s...", committed=9, lr=rates))
+    assert _kinds(found) == ["occasional", "onset_at_end_of_warmup"]
+    assert "not shown" in found[1].leaves_open
+
+
+def test_observations_are_strict_json() -> None:
+    found = symptoms(_trace({"step": 0, "loss": math.nan}))
+    assert json.loads(json.dumps(found[0].to_dict(), allow_nan=False))["steps"] == [0]
+
+
+class _Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused, self.gate = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x) * (1 + self.gate)
+        return out
+
+
+def _run(model: nn.Module, held: list[nn.Parameter], steps: int = 4, factor: float = 1.0, lr: float = 0.1) -> Trace:
+    optimizer = torch.optim.SGD(held, lr=lr)
+    with Tracer(model, on_nonfinite="ignore") as tracer:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)).pow(2).sum() * factor).backward()
+            optimizer.step()
+    return tracer.trace
+
+
+def test_parameters_outside_of_the_graph_and_the_optimizer_are_named() -> None:
+    model = _Parts()
+    held = [p for name, p in model.named_parameters() if name != "used.bias" and p.requires_grad]
+    found = {each.kind: each for each in stalled(_run(model, held))}
+    assert set(found) == {"no_gradient", "not_in_optimizer"}
+    assert "2 of 5 parameters (40 %)" in found["no_gradient"].sentence
+    assert "unused.weight, unused.bias" in found["no_gradient"].sentence
+    assert found["not_in_optimizer"].sentence.endswith("in 4 sampled steps: used.bias.")
+
+
+def test_a_zero_initialised_or_frozen_parameter_raises_no_alarm() -> None:
+    model = _Parts()
+    del model.unused
+    model.used.weight.requires_grad_(True)
+    assert stalled(_run(model, [p for p in model.parameters() if p.requires_grad])) == ()
+
+
+def test_a_factor_whose_partner_begins_at_zero_raises_no_alarm() -> None:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.up(self.down(x)) + 1
+            return out
+
+    model = Adapter()
+    assert stalled(_run(model, list(model.parameters()))) == ()
+
+
+def test_a_gradient_of_exactly_zero_is_told() -> None:
+    model = nn.Linear(2, 2)
+    (found,) = stalled(_run(model, list(model.parameters()), factor=0.0))
+    assert found.kind == "zero_gradient"
+    assert "2 of 2" in found.sentence
+
+
+def test_updates_that_are_rounded_away_are_told() -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 1e6)
+    (found,) = stalled(_run(model, [model.weight, model.bias], lr=1e-12))
+    assert found.kind == "unmoved"
+    assert "weight" in found.sentence
+
+
+def test_two_steps_are_no_window() -> None:
+    model = _Parts()
+    assert stalled(_run(model, list(model.used.parameters()), steps=2)) == ()
+
+
+def test_rows_of_an_embedding_that_no_token_named_raise_no_alarm() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(1000, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.embedding(torch.tensor([1]))
+            return out
+
+    model = Model()
+    assert stalled(_run(model, list(model.parameters()))) == ()
