@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nantrace.diagnosis.recipe import recipe
+from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Verdict, plain
 from nantrace.events import Trace
 from nantrace.render.html import cell, page
@@ -38,8 +39,11 @@ class Report:
         return cell(self.trace, self.verdict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Strict JSON types only: the verdict, what the trace covers, its ledger, one mapping a step, and the rules of
-        mixed precision that it broke."""
+        """Strict JSON types only.
+
+        The verdict, what the trace covers, its ledger, one mapping a step, the rules of mixed precision that it broke,
+        and what stands out over the steps.
+        """
         covers: dict[str, Any] | None = None
         if self.trace is not None:
             covers = {
@@ -51,7 +55,14 @@ class Report:
         ledger = [] if self.trace is None else plain(self.trace.steps)
         broken = () if self.trace is None else recipe(self.trace)
         departures = [departure.to_dict() for departure in broken]
-        return {"verdict": self.verdict.to_dict(), "trace": covers, "ledger": ledger, "recipe": departures}
+        observed = [] if self.trace is None else [each.to_dict() for each in symptoms(self.trace)]
+        return {
+            "verdict": self.verdict.to_dict(),
+            "trace": covers,
+            "ledger": ledger,
+            "recipe": departures,
+            "observations": observed,
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report; the extension chooses the form: ".txt", ".json" or ".html".

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nantrace.diagnosis.recipe import recipe
+from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
 from nantrace.render import ledger
@@ -67,6 +68,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
     if trace is not None:
         _rows(page, trace, verdict)
         _ledger(page, trace)
+        _observations(page, trace)
         _recipe(page, trace)
     _what_next(page, trace, verdict)
     return "\n".join(page.lines).rstrip("\n")
@@ -159,6 +161,16 @@ def _recipe(page: _Page, trace: Trace) -> None:
         often = f" ({departure.steps:,} steps)" if departure.steps > 1 else ""
         page.paragraph(f"{departure.rule}: step {departure.step}{often}: {departure.evidence}.", indent=4)
         page.paragraph(f"{departure.advice[:1].upper()}{departure.advice[1:]}.", indent=8)
+
+
+def _observations(page: _Page, trace: Trace) -> None:
+    """What stands out over the steps; of one step the verdict has said it."""
+    found = symptoms(trace) if ledger.has_table(trace) else ()
+    if found:
+        page.gap()
+        page.words(["OVER THE STEPS"], style="1")
+    for each in found:
+        page.paragraph(" ".join((each.sentence, *each.evidence, each.proves, each.leaves_open)), indent=4, first="  - ")
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
