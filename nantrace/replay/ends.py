@@ -103,6 +103,7 @@ class EndsListener(StepListener):
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.hears_calls: Callable[[], bool] = bool
+        self._unreadable = False
         self._scanner = Scanner()
         self._names = {id(p): fqn(name) for name, p in model.named_parameters()}
         self._losses: list[str] = []
@@ -132,8 +133,8 @@ class EndsListener(StepListener):
             try:
                 with _unseen():
                     self._inputs.append(digest([unwrapped(t) for _, t in tensors_in((args, kwargs), "")]))
-            except Exception as error:
-                self.recorder_failed(error)
+            except Exception:  # values within a functorch transform cannot be read: then nobody heard the calls
+                self._unreadable = True
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         with _unseen():
@@ -181,7 +182,7 @@ class EndsListener(StepListener):
         self.ends = Ends(
             tuple(self._losses),
             tuple(self._found.values()),
-            tuple(self._inputs) if self.hears_calls() else None,
+            tuple(self._inputs) if self.hears_calls() and not self._unreadable else None,
             tuple(sorted(self._gradients.items())),
             tuple((name, _digest_of(state)) for name, state in random_state().items()),
             told,

@@ -79,3 +79,14 @@ def test_calls_of_a_model_are_heard_while_nothing_is_compiled() -> None:
 def test_a_fault_is_found_though_the_compiler_is_loaded_in_the_first_run() -> None:
     done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True)
     assert done.stdout.split() == ["fault", "update"], done.stderr
+
+
+def test_a_call_within_a_transform_is_not_heard_and_fails_nothing() -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(4, 1)
+
+    def run(m: nn.Module, batch: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: m(x).sum()))(batch)
+
+    with Replays(Step(run, model, torch.ones(2, 4)), 1) as replays:
+        assert replays.plain("a run").inputs is None
