@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from nantrace.cli import main
-from nantrace.console import Progress, width
-from nantrace.usercode import own_traceback
+from nantrace.cli.console import Progress, width
+from nantrace.cli.usercode import own_traceback
 from tests.diagnosis.written import NAN, Written
 from tests.test_cli import stored
 

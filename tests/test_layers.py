@@ -19,7 +19,7 @@ OWNERS = {
     "torch": ("capture/", "flow/", "stats/", "replay/", "checkpoint/", "api.py"),
     "h5py": ("store/",),
     "triton": ("stats/fused.py",),
-    "click": ("cli.py",),
+    "click": ("cli/",),
     "matplotlib": ("render/plot/",),
     "pandas": ("frame.py",),
     "pyarrow": ("export/",),
@@ -77,7 +77,17 @@ def violations(part: str, source: str) -> list[str]:
         for owner, refused in FORBIDDEN.items():
             if top == "nantrace" and part.startswith(owner) and rest.split(".")[0] in refused:
                 found.append(f"{part} imports {name}")
-    return found
+    return found + ([] if part.startswith("cli/") else [f"{part} prints by {what}" for what in prints(source)])
+
+
+def prints(source: str) -> Iterator[str]:
+    """How a module writes to the terminal: only the command line does."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield "print"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "sys" and node.attr in ("stdout", "stderr"):
+                yield f"sys.{node.attr}"
 
 
 @pytest.mark.parametrize("part", files())
@@ -100,6 +110,8 @@ def test_every_module_keeps_to_its_layer(part: str) -> None:
         ("capture/tracer.py", "from nantrace.diagnosis.blame import blame"),
         ("flow/recorder.py", "from nantrace import render"),
         ("api.py", "import nantrace.cli"),
+        ("render/text.py", "def f():\n    print('x')"),
+        ("capture/tracer.py", "import sys\nsys.stderr.write('x')"),
     ],
 )
 def test_a_violation_is_found(part: str, source: str) -> None:

@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nantrace.console import fail, note
+from nantrace.cli.console import fail, note
 from nantrace.errors import NantraceError
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # of the whole package
 _OURS = (_HERE, "<frozen importlib", "<frozen runpy>")
 
 

@@ -1,0 +1,40 @@
+"""The command that reads checkpoints. Knows its options."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from nantrace.cli.answers import print_json, print_out
+from nantrace.cli.console import ERROR, FAULT, Progress, knows_unicode, note, sentences, width
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if a file fails.")
+def checkpoint(files: tuple[str, ...], as_json: bool, exit_code: bool) -> None:
+    """Check checkpoints for nonfinite values, tensor by tensor; no code in them is run.
+
+    A FILE is .pt, .pth, .bin, .safetensors, or the folder of a torch distributed checkpoint.
+    """
+    progress = Progress()
+    with sentences(so_far=lambda: progress.last or ""):
+        from nantrace.checkpoint.check import check_checkpoint, paced
+        from nantrace.render.cells import harmless
+        from nantrace.render.checkpoint import text
+
+        watched = sys.stderr is not None and sys.stderr.isatty()
+        found = check_checkpoint(*files, progress=paced(progress) if watched else None)
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            print_out(text(found, width=width(), ascii=not knows_unicode()))
+        unreadable = [file for file in found.files if file.error is not None]
+        for file in unreadable:
+            note(f"nantrace: {harmless(file.error)}")
+        if unreadable:
+            sys.exit(ERROR)
+        if exit_code and any(file.status == "fails" for file in found.files):
+            sys.exit(FAULT)

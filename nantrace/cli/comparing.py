@@ -1,0 +1,42 @@
+"""Commands that hold a trace against another: `diff`. Knows their options."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from nantrace.cli.answers import print_json, print_out
+from nantrace.cli.console import FAULT, knows_unicode, note, sentences, width
+
+
+@click.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--rtol", type=click.FloatRange(0), help="How far an end of a range may move, by A's largest magnitude.")
+@click.option(
+    "--atol", type=click.FloatRange(0), help="How far it may move besides. Both default to what dtypes round."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the traces differ.")
+def diff(a: str, b: str, rtol: float | None, atol: float | None, as_json: bool, exit_code: bool) -> None:
+    """Say where two traces A (the reference) and B of the same step first differ: nonfinite values, then ranges."""
+    with sentences():
+        from nantrace.api import diff as compare
+        from nantrace.api import load
+        from nantrace.render.difference import next_command, text
+
+        traces = load(a), load(b)
+        try:
+            found = compare(*traces, rtol=rtol, atol=atol)
+        except ValueError as error:  # NaN, which click takes for a number of 0 or more
+            raise click.UsageError(str(error)) from None
+        command = next_command(found)
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            print_out(text(found, width=width(), ascii=not knows_unicode()))
+        if command is not None:
+            (note if as_json else print_out)(f"Next: {command}")
+        if exit_code and not found.same:
+            sys.exit(FAULT)
