@@ -5,6 +5,7 @@ Values that live on a device are kept there until the step has ended. Knows noth
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -164,3 +165,8 @@ def detached(value: Any) -> Any:
 def number(value: Any) -> Any:
     """The number in a tensor of one element; anything else as it is. Waits for the device."""
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def is_finite(value: torch.Tensor | None) -> bool:
+    """Whether a scalar, if there is one, is finite. Waits for the device."""
+    return value is None or math.isfinite(float(value))

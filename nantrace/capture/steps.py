@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nantrace.capture.batch_check import check_batch
 from nantrace.capture.books import Books
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.calls import CallRecorder
 from nantrace.capture.gradients import GradientRecorder
-from nantrace.capture.ledger import OpenStep, detached
+from nantrace.capture.ledger import OpenStep, detached, is_finite
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.state import StateRecorder
@@ -31,6 +32,8 @@ Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
 
 # Rows, and seconds, that a step may hold back when the next call of a module begins.
 _MOST_ON_HOST, _MOST_ON_DEVICE, _LONGEST = 4096, 65_536, 2.0
+
+_BATCHES = 8  # of failed steps that are looked into
 
 
 class StepRecorder(StepListener):
@@ -78,6 +81,7 @@ class StepRecorder(StepListener):
         self._batch = batch
         self._scaled = scaled
         self._reads = reads
+        self._batch_checks = _BATCHES
         self._scalers: set[int] = set()  # that stepped one of our optimizers
         self._begins = begins
         self._closed = closed
@@ -153,6 +157,7 @@ class StepRecorder(StepListener):
             rows = self._rows(step)
             self._drained, self._ahead = [], 0
             missed = self.gradients.never_came() if step.backwards else []
+            self._check_batch(step, rows)
             ledger = {
                 **step.row(len(rows), len(missed), self._notes(missed)),
                 **self.books.row(step, ended=True),
@@ -173,6 +178,16 @@ class StepRecorder(StepListener):
             with Quiet():
                 row = {**step.row(0, 0, ()), **self.books.row(step, ended=True)}
             self._ended(np.zeros(0, EVENT), row)
+
+    def _check_batch(self, step: OpenStep, rows: npt.NDArray[np.void]) -> None:
+        """Look into the batch of a step that failed: of the first few only, which may wait for the device."""
+        if self._batch is None or not self._batch_checks:
+            return
+        if (rows["nan"] + rows["posinf"] + rows["neginf"]).any() or step.skipped() or not is_finite(step.root):
+            self._batch_checks -= 1
+            dtypes = {site.dtype for site in self._buffer.sites if site.role is Role.OUTPUT}
+            halves = [dtype for dtype in (torch.float16, torch.bfloat16) if str(dtype).removeprefix("torch.") in dtypes]
+            step.batch_check += check_batch(self._batch, halves)
 
     def _rows(self, step: OpenStep) -> npt.NDArray[np.void]:
         """All rows of the open step, numbered from 1."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nantrace.capture.batch_check import check_batch
+from nantrace.capture.tracer import Tracer
 
 
 def _ramp(*shape: int) -> torch.Tensor:
@@ -63,3 +64,18 @@ def test_an_ordinary_batch_has_nothing_odd() -> None:
         "ids": torch.zeros(2, 2, dtype=torch.long),
     }
     assert check_batch(batch, (torch.float16,), classes=5) == []
+
+
+def test_the_batch_of_a_failed_step_is_looked_into() -> None:
+    model = torch.nn.Linear(3, 1)
+    batch = {"x": _bad(_ramp(4, 3), (2, 1), math.nan)}
+    with Tracer(model, batch=batch, on_nonfinite="ignore") as tracer:
+        model(batch["x"]).sum().backward()
+        tracer.mark_step()
+        batch["x"].copy_(_ramp(4, 3))
+        model(batch["x"]).sum().backward()
+    failed, fine = tracer.trace.steps
+    assert failed["batch_check"] == [
+        {"tensor": "batch.x", "finding": "holds nonfinite values", "samples": [2], "count": 1}
+    ]
+    assert "batch_check" not in fine
