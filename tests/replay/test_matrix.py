@@ -97,6 +97,16 @@ def test_losses_and_norms_are_those_of_the_step_without_its_scale() -> None:
         assert row.gradient_norm == pytest.approx(float(norm), rel=1e-2)
 
 
+def test_the_scale_of_a_scaler_that_has_scaled_before_is_lowered_for_the_row_alone() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**23)
+    step = amp_step(body(nn.Tanh()), batch_of(), scaler=scaler)
+    step()  # skips, and halves the scale
+    found = of(step, axes=["scale-lowered"], smallest=False)
+    assert (found.base.outcome, found.row("scale-lowered").outcome) == ("nonfinite", "finite")
+    assert found.row("scale-lowered").changed == "scale 4,096 in place of 4,194,304"
+    assert scaler.get_scale() == 2.0**22
+
+
 class Stop(BaseException):
     """Neither an error nor caught as one."""
 
@@ -384,6 +394,8 @@ def test_a_module_in_float32_stays_so_where_its_own_forward_enters_autocast() ->
     model[1].register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
     with InFloat32(model, [model[0]]) as inside, torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(torch.ones(1, 4))
+        with torch.autocast("cpu", dtype=torch.float16):  # entered behind it
+            assert torch.is_autocast_enabled("cpu")
     assert inside.entered == 1 and dtypes == [torch.float32] and out.dtype is torch.bfloat16
 
 
