@@ -67,6 +67,7 @@ def modes(path: str) -> dict[str, Mode]:
         "nantrace all modules and ops": tracer(ops=True),
         "nantrace depth 1": tracer(depth=1),
         "nantrace root only": tracer(depth=0),
+        "nantrace ledger only": tracer(stats="none"),
         "nantrace imported, off": lambda model, optimizer: contextlib.nullcontext(),
         "torch detect_anomaly": lambda model, optimizer: torch.autograd.detect_anomaly(check_nan=True),
         "transformers DebugUnderflowOverflow": transformers_debug,
