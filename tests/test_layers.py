@@ -85,9 +85,8 @@ def prints(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield "print"
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "sys" and node.attr in ("stdout", "stderr"):
-                yield f"sys.{node.attr}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr"):
+            yield ast.unparse(node)
 
 
 @pytest.mark.parametrize("part", files())
