@@ -45,6 +45,7 @@ def trace(
     on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
     capture: str | os.PathLike[str] | None = None,
     keep_steps: int | None = None,
+    every: int = 1,
     overwrite: bool = False,
     stats: Literal["auto", "range", "full", "none"] = "auto",
 ) -> Tracer:
@@ -64,7 +65,13 @@ def trace(
             scaler: `scaler.update`), `tracer.mark_step`, or the block's end for a step that nothing else ended. An
             exception of yours that is under way goes first.
         capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`.
-        keep_steps: hold only so many steps back, written when a step is at fault and at the end.
+        keep_steps: a flight recorder: hold the details of only so many steps back, and write them when a step turns
+            out to be at fault, up to 20 times, and at the end. Others leave a row of numbers; SIGKILL loses what is
+            held.
+        every: a sample: record modules and state in every Nth step only, from step 0 on. The others leave their ledger
+            (loss, norm of the gradients, learning rate, scale, updates, seconds); after one that shows a nonfinite
+            number or a skipped update the next step is recorded in detail as well. `keep_steps` counts the steps in
+            detail. SIGKILL loses at most the numbers of the steps of one second. Not together with `ops`.
         overwrite: replace an existing trace at `path` and an existing capture; nothing else is replaced.
         stats: "range" (counts, min, max), "full", or "auto": full where it costs the same. "none" reads no tensor but
             the loss and the norms of the gradients, and keeps only the ledger: what became of each update.
@@ -93,6 +100,7 @@ def trace(
         depth=depth,
         on_nonfinite=on_nonfinite,
         keep_steps=keep_steps,
+        every=every,
         overwrite=overwrite,
         stats=stats,
     )
@@ -112,6 +120,7 @@ def trace(
         depth=depth,
         on_nonfinite=on_nonfinite,
         keep_steps=keep_steps,
+        every=every,
         overwrite=overwrite,
         stats=stats,
         judge=_judge(path),

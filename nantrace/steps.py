@@ -54,6 +54,8 @@ _BLOCK = 4096  # rows that iteration unpacks at once
 def packed(step: Step) -> tuple[Any, ...]:
     """The numbers of one step, in the order of `STEP`."""
     numbers = {name: _number(step.get(name), STEP[name]) for name in STEP.names or () if name != "marks"}
+    numbers["lr"] = _number(_one_of(step.get("lr")), STEP["lr"])
+    numbers["events"] = numbers["events"] or _number(step.get("not_kept"), STEP["events"])
     marks = Marks.UNDETAILED if step.get("detailed") is False else Marks(0)
     for name, mark in _NAN_MARKS.items():
         value = step.get(name)
@@ -145,6 +147,11 @@ def numbers_of(steps: Iterable[Step]) -> list[int]:
         return numbers
     found = (step.get("step") for step in steps)
     return [number for number in found if isinstance(number, int)]
+
+
+def _one_of(value: Any) -> Any:
+    """What all parameter groups share."""
+    return value[0] if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value) else value
 
 
 def _number(value: Any, dtype: np.dtype[Any]) -> Any:

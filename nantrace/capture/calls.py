@@ -42,6 +42,8 @@ class CallRecorder:
 
     Attributes:
         active: hooks do nothing while it is False.
+        recording: whether calls are recorded in this step; without, they only tell when a step begins.
+        entrances: modules that were called from outside of any other.
         model_called: whether the model was called in this step: what modules outside it do then belongs to the loss.
         unopened: classes of arguments and outputs that were not looked into.
         told: called when a module of the model begins its forward.
@@ -57,6 +59,8 @@ class CallRecorder:
         failed: Callable[[Exception], None],
     ) -> None:
         self.active = False
+        self.recording = True
+        self.entrances: set[str] = set()
         self.model_called = False
         self.unopened: set[str] = set()
         self.unread = 0
@@ -75,14 +79,15 @@ class CallRecorder:
             stack = self._stack()
             in_backward = torch._C._current_graph_task_id() >= 0
             if not stack and not in_backward:
+                self.entrances.add(place.fqn)
                 self._outermost()
                 stack = self._stack()
             call = next(self._numbers)
             phase = self._phase(place, in_backward, bool(stack))
-            if place.inside and not in_backward and self.told is not None:
+            if place.inside and not in_backward and self.told is not None and self.recording:
                 self.told()
             stack.append((place, call, phase))
-            if not place.selected:
+            if not place.selected or not self.recording:
                 return
             if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most calls are like this
                 self._record(place.fqn, phase, Role.INPUT, call, [("args[0]", args[0])])
@@ -98,7 +103,7 @@ class CallRecorder:
             frame = stack.pop() if stack and stack[-1][0] is place else self._unwind(stack, place)
             if place.fqn == "" and not isinstance(output, torch.Tensor):
                 self._returned(output)
-            if frame is None or not place.selected:
+            if frame is None or not place.selected or not self.recording:
                 return
             _, call, phase = frame
             if late_kwargs:

@@ -1,19 +1,23 @@
 """Where the rows of finished steps go: into a file, into memory, or round and round in a flight recorder.
 
-Numbers the events. Knows nothing of torch, nor of how a file is written.
+Numbers the events, and decides of which steps more is kept than numbers. Knows nothing of torch, nor of how a file is
+written.
 """
 
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from nantrace.capture.sample import is_nonfinite
 from nantrace.events import EVENT, Raised, Site
 from nantrace.lineage import Lineage
+from nantrace.steps import STEP, packed, steps_from
 
 
 class Writer(Protocol):
@@ -21,47 +25,79 @@ class Writer(Protocol):
 
     def add_sites(self, sites: Sequence[Site]) -> None: ...
     def append(self, rows: npt.NDArray[np.void]) -> None: ...
-    def add_step(self, step: Mapping[str, Any]) -> None: ...
+    def add_step(self, step: Mapping[str, Any], whole: bool = True) -> None: ...
+    def complete_step(self, place: int, step: Mapping[str, Any]) -> None: ...
     def set_lineage(self, lineage: Lineage) -> None: ...
     def set_raised(self, raised: Raised) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
 
+_ROOM = 64  # steps
+_NOTABLE = 10_000  # some 5 MB
+_TURNS = 20
+_LONGEST = 1.0  # seconds between flushes while no rows are written: a flush costs as much as a small step
+
+
+class _Held(NamedTuple):
+    """A step that is held back: its place among all steps, its rows, and what is known of it."""
+
+    place: int
+    rows: npt.NDArray[np.void]
+    step: Mapping[str, Any]
+
+
 class FinishedSteps:
     """Keeps finished steps.
 
-    Args:
-        writer: where they go; None keeps them in memory.
-        keep: hold only the last so many back, and let them go when a step turns bad or at the end; None lets each go
-            at once. Steps that were not kept leave their row in the ledger. In memory only the first time counts, so
-            that at most twice `keep` steps are held.
+    Every step leaves its numbers. All that is known of it is kept where its rows are, and where it went wrong or a
+    decision was taken; of at most 10,000 steps without rows.
 
-    Attributes:
-        steps: ledger of all that were let go, in memory only.
+    Args:
+        writer: where they go; None keeps them in memory, 85 bytes a step beside what is kept whole.
+        keep: hold the rows of only the last so many back, and let them go when a step turns bad (the first 20 times)
+            or at the end; None lets each go at once. Steps that have no rows to begin with do not count. In memory
+            only the first time counts, so that at most twice `keep` steps are held.
     """
 
     def __init__(self, writer: Writer | None, keep: int | None) -> None:
-        self.steps: list[Mapping[str, Any]] = []
         self._writer = writer
         self._keep = keep
-        self._held: collections.deque[tuple[npt.NDArray[np.void], Mapping[str, Any]]] = collections.deque()
+        self._held: collections.deque[_Held] = collections.deque()
         self._rows: list[npt.NDArray[np.void]] = []
+        self._numbers = np.zeros(_ROOM, STEP)  # of the steps, in memory only; grows ahead of them
+        self._said: dict[int, Mapping[str, Any]] = {}  # in memory only
+        self._steps = 0
+        self._notable = 0
         self._seq = 1
         self._sites = 0
         self._ahead = 0  # rows of the step that is still open which were written
-        self._was_bad = self._released = False
+        self._was_bad = False
+        self._turns = 0
+        self._flushed_at = time.monotonic()
 
     def add(self, rows: npt.NDArray[np.void], step: Mapping[str, Any], sites: Sequence[Site], bad: bool) -> None:
         """Take over a finished step; `bad` lets go what a flight recorder holds."""
-        self._held.append((rows, step))
-        turned = bad and not self._was_bad and not (self._writer is None and self._released)
+        detailed = step.get("detailed") is not False
+        turned = bad and not self._was_bad and self._turns < (_TURNS if self._writer is not None else 1)
         self._was_bad = bad
-        while self._keep is not None and len(self._held) > self._keep:
-            dropped, ledger = self._held.popleft()
-            self._put(dropped[:0], {**ledger, "events": 0, "not_kept": len(dropped)})
-        if self._keep is None or turned:
+        if detailed and self._keep is None:
+            self._add_sites(sites)
+            self._put_rows(rows)
+            self._put_step(self._numbered(rows, step), True)
+            self.flush()
+            return
+        notable = self._is_notable(step, bad)
+        self._put_step(_kept_back(rows, step), notable)
+        if detailed and self._keep is not None:
+            self._held.append(_Held(self._steps - 1, rows, step))
+            if len(self._held) > self._keep:
+                self._held.popleft()
+        if turned:
+            self._turns += 1
             self.release(sites)
+        elif notable or time.monotonic() - self._flushed_at >= _LONGEST:
+            self.flush()
 
     def spill(self, rows: npt.NDArray[np.void], sites: Sequence[Site]) -> None:
         """Write rows of the step that is still open; `add` gets them once more, before the others."""
@@ -70,46 +106,89 @@ class FinishedSteps:
         first = self._seq + self._ahead
         rows["seq"] = np.arange(first, first + len(rows))
         self._writer.append(rows)
-        self._writer.flush()
+        self.flush()
         self._ahead += len(rows)
 
     def release(self, sites: Sequence[Site]) -> None:
-        """Let go everything that is held back."""
+        """Let go everything that is held back, and write what waits."""
         self._add_sites(sites)
         while self._held:
-            self._put(*self._held.popleft())
+            held = self._held.popleft()
+            self._put_rows(held.rows)
+            step = self._numbered(held.rows, held.step)
+            if self._writer is None:
+                self._said[held.place] = step
+            else:
+                self._writer.complete_step(held.place, step)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the numbers that wait."""
+        self._flushed_at = time.monotonic()
         if self._writer is not None:
             self._writer.flush()
-        self._released = True
 
     def events(self) -> npt.NDArray[np.void]:
         """All rows that are in memory, held back or not, in order."""
-        rows = [*self._rows, *(rows for rows, _ in self._held)]
+        rows = [*self._rows, *(held.rows for held in self._held)]
         events = np.concatenate(rows) if rows else np.zeros(0, EVENT)
         events["seq"] = np.arange(1, len(events) + 1)
         return events
 
-    def ledger(self) -> tuple[Mapping[str, Any], ...]:
-        """Ledger rows of all steps in memory, in order."""
-        held, seq = [], self._seq
-        for rows, step in self._held:
-            held.append({**step, "first_seq": seq if len(rows) else 0})
-            seq += len(rows)
-        return (*self.steps, *held)
+    def ledger(self) -> Sequence[Mapping[str, Any]]:
+        """All steps in memory, in order."""
+        said, seq = dict(self._said), self._seq
+        for held in self._held:
+            said[held.place] = {**held.step, "first_seq": seq if len(held.rows) else 0, **_nonfinite(held.rows)}
+            seq += len(held.rows)
+        return steps_from(self._numbers[: self._steps].copy(), said)
 
-    def _put(self, rows: npt.NDArray[np.void], step: Mapping[str, Any]) -> None:
-        step = {**step, "first_seq": self._seq if len(rows) else 0}
+    def _put_rows(self, rows: npt.NDArray[np.void]) -> None:
         rows["seq"] = np.arange(self._seq, self._seq + len(rows))
         self._seq += len(rows)
         if self._writer is None:
             self._rows.append(rows)
-            self.steps.append(step)
         else:
             self._writer.append(rows[self._ahead :])
-            self._writer.add_step(step)
             self._ahead = 0
+
+    def _numbered(self, rows: npt.NDArray[np.void], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**step, "first_seq": self._seq - len(rows) if len(rows) else 0, **_nonfinite(rows)}
+
+    def _put_step(self, step: Mapping[str, Any], whole: bool) -> None:
+        if self._writer is not None:
+            if whole:
+                self._writer.add_step(step)
+            else:
+                self._writer.add_step(step, whole=False)
+        else:
+            if self._steps == len(self._numbers):
+                self._numbers = np.concatenate([self._numbers, np.zeros(len(self._numbers), STEP)])
+            self._numbers[self._steps] = packed(step)
+            if whole:
+                self._said[self._steps] = step
+        self._steps += 1
+
+    def _is_notable(self, step: Mapping[str, Any], bad: bool) -> bool:
+        """Whether more than numbers is kept of a step without rows; a decision of the user's always is."""
+        if step.get("decisions"):
+            return True
+        if self._notable < _NOTABLE and (bad or step.get("skipped") or is_nonfinite(step)):
+            self._notable += 1
+            return True
+        return False
 
     def _add_sites(self, sites: Sequence[Site]) -> None:
         if self._writer is not None and len(sites) > self._sites:
             self._writer.add_sites(sites[self._sites :])
             self._sites = len(sites)
+
+
+def _kept_back(rows: npt.NDArray[np.void], step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The step as it stands while its rows are held back, and for ever if they are dropped."""
+    return {**step, "events": 0, "not_kept": len(rows), **_nonfinite(rows)} if len(rows) else step
+
+
+def _nonfinite(rows: npt.NDArray[np.void]) -> dict[str, int]:
+    count = int(np.count_nonzero((rows["nan"] != 0) | (rows["posinf"] != 0) | (rows["neginf"] != 0)))
+    return {"nonfinite": count} if count else {}

@@ -105,21 +105,70 @@ class EveryModule:
         return place
 
 
-def install(recorder: CallRecorder, watched: Sequence[Watched], everywhere: bool = True) -> list[Callable[[], object]]:
-    """Put hooks on the watched modules and, `everywhere`, around all others. Returns what undoes it."""
-    reference = weakref.ref(recorder)
-    handles: list[Any] = []
-    for entry in watched:
-        if entry.hookable:
-            place = Place(entry.fqn, entry.selected)
-            before, after = BeforeForward(reference, place), AfterForward(reference, place)
-            handles.append(entry.module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(entry.module.register_forward_hook(after, with_kwargs=True, always_call=True))
-    if not everywhere:
-        return [handle.remove for handle in handles]
-    every = EveryModule(recorder, watched)
-    handles.append(register_module_forward_pre_hook(every.before))
-    after_every = register_module_forward_hook(every.after, with_kwargs=True, always_call=True)
+class Hooks:
+    """The hooks of one trace: on the watched modules and, `everywhere`, around all others.
+
+    Between two steps that are recorded in detail hooks stay only where a step may begin; one that did nothing would
+    still cost every call of a module some microseconds.
+    """
+
+    def __init__(self, recorder: CallRecorder, watched: Sequence[Watched], everywhere: bool = True) -> None:
+        reference = weakref.ref(recorder)
+        self._hookable = [entry for entry in watched if entry.hookable]
+        places = [Place(entry.fqn, entry.selected) for entry in self._hookable]
+        self._pairs = [(BeforeForward(reference, place), AfterForward(reference, place)) for place in places]
+        self._placed: dict[int, list[Any]] = {}  # handles, by the place in `_hookable`
+        self._every = EveryModule(recorder, watched) if everywhere else None
+        self._elsewhere = {entry.fqn for entry in watched if not entry.hookable}
+        self._undo_every: list[Callable[[], object]] = []
+        self._complete = False
+
+    def listen(self) -> None:
+        """Put every hook in its place that is not there."""
+        if self._complete:
+            return
+        for number, (entry, (before, after)) in enumerate(zip(self._hookable, self._pairs, strict=True)):
+            if number not in self._placed:
+                self._placed[number] = [
+                    entry.module.register_forward_pre_hook(before, with_kwargs=True),
+                    entry.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+                ]
+        if self._every is not None and not self._undo_every:
+            self._undo_every = _around_every_module(self._every)
+        self._complete = True
+
+    def leave(self, entrances: set[str]) -> None:
+        """Take the hooks away but for those of the model itself and of these modules."""
+        if not self._complete:
+            return
+        for number in list(self._placed):
+            if self._hookable[number].fqn not in entrances | {""}:
+                self._take_away(number)
+        if not self._elsewhere & (entrances | {""}):
+            self._leave_every_module()
+        self._complete = False
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for number in list(self._placed):
+            self._take_away(number)
+        self._leave_every_module()
+        self._complete = False
+
+    def _take_away(self, number: int) -> None:
+        for handle in self._placed.pop(number):
+            handle.remove()
+
+    def _leave_every_module(self) -> None:
+        for undo in self._undo_every:
+            undo()
+        self._undo_every = []
+
+
+def _around_every_module(every: EveryModule) -> list[Callable[[], object]]:
+    """Global hooks; returns what undoes them."""
+    before = register_module_forward_pre_hook(every.before)
+    after = register_module_forward_hook(every.after, with_kwargs=True, always_call=True)
     # Removing the handle leaves an entry that makes compiled modules warn of global hooks for ever after.
-    forgotten = functools.partial(module_internals._global_forward_hooks_with_kwargs.pop, after_every.id, None)
-    return [forgotten, *(handle.remove for handle in (*handles, after_every))]
+    forgotten = functools.partial(module_internals._global_forward_hooks_with_kwargs.pop, after.id, None)
+    return [before.remove, after.remove, forgotten]

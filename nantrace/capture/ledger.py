@@ -34,6 +34,7 @@ class OpenStep:
 
     Attributes:
         number: from 0.
+        detailed: modules and state are recorded, not the ledger alone.
         optimizers: those that began an update in it, by id.
         gradient_rows: where in the buffer the gradients stand that an optimizer was given, by its id.
         found_inf: what a scaler found for an optimizer, by its id: scalars on the device, unread.
@@ -50,6 +51,7 @@ class OpenStep:
     """
 
     number: int
+    detailed: bool = True
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
     optimizers: set[int] = field(default_factory=set)
@@ -130,6 +132,7 @@ class OpenStep:
             "scale_before": number(self.scale_before),
             "scale_after": number(self.scale_after),
             "skipped_by": self._skipped_by(),
+            "detailed": None if self.detailed else False,
             "schedulers": [
                 {"name": name, "position": position, "steps": steps}
                 for name, position, steps in self.schedulers.values()

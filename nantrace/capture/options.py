@@ -21,6 +21,7 @@ def refuse_wrong_options(
     depth: object = None,
     on_nonfinite: object = "warn",
     keep_steps: object = None,
+    every: object = 1,
     overwrite: object = False,
     stats: object = "auto",
 ) -> None:
@@ -42,6 +43,8 @@ def refuse_wrong_options(
         )
     if keep_steps is not None and not (_is_integer(keep_steps) and keep_steps >= 1):  # type: ignore[operator]
         raise ValueError(f"keep_steps is {_shown(keep_steps)}: pass a positive integer, or None to keep every step")
+    if not (_is_integer(every) and every >= 1):  # type: ignore[operator]
+        raise ValueError(f"every is {_shown(every)}: pass 1 to record each step in detail, or N for every Nth")
     if not isinstance(overwrite, bool):
         raise TypeError(f"overwrite is {_shown(overwrite)}: pass True to replace an existing file, or False")
     _refuse_other_than(_ON_NONFINITE, "on_nonfinite", on_nonfinite)

@@ -25,6 +25,7 @@ from nantrace.capture.gradients import GradientRecorder
 from nantrace.capture.ledger import OpenStep, detached, is_finite
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
+from nantrace.capture.sample import Sample
 from nantrace.capture.state import StateRecorder
 from nantrace.events import EVENT, Phase, Role
 
@@ -48,6 +49,8 @@ class StepRecorder(StepListener):
         batch: what the steps read, recorded when they begin.
         scaled: a gradient scaler will be used.
         reads: whether tensors are observed; without, only the ledger is kept.
+        sample: which steps are recorded in detail; of the others only the ledger is kept.
+        listens: told whether modules are to be listened to from here on.
         begins: called when a step has been opened, before anything is read.
         closed: called when the last update so far has happened, outside of backward; the step is still open.
         ended: called with the rows of a finished step and its row of the ledger.
@@ -65,6 +68,8 @@ class StepRecorder(StepListener):
         batch: Any,
         scaled: bool,
         reads: bool,
+        sample: Sample,
+        listens: Callable[[bool], None],
         begins: Callable[[], None],
         closed: Callable[[], None],
         ended: Ended,
@@ -82,6 +87,8 @@ class StepRecorder(StepListener):
         self._scaled = scaled
         self._reads = reads
         self._batch_checks = _BATCHES
+        self._sample = sample
+        self._listens = listens
         self._scalers: set[int] = set()  # that stepped one of our optimizers
         self._begins = begins
         self._closed = closed
@@ -100,17 +107,22 @@ class StepRecorder(StepListener):
 
     def open(self) -> OpenStep:
         """Begin a step and read what it starts from."""
-        step = self.step = OpenStep(self._next)
+        step = self.step = OpenStep(self._next, self._sample.takes(self._next))
         self._spilled_at = step.started
         self._next += 1
+        self._listens(step.detailed)
+        self.calls.recording = step.detailed
         self.calls.model_called = False
         self.calls.forget_open_calls()
         self._begins()
         with Quiet():
             self.books.opened(step)
-            self._state.read_names()
-            if self._reads:
-                self._observe_beginning()
+            if step.detailed:
+                self._state.read_names()
+                if self._reads:
+                    self._observe_beginning()
+            else:
+                self.gradients.remove()
         return step
 
     def _observe_beginning(self) -> None:
@@ -150,9 +162,9 @@ class StepRecorder(StepListener):
         with Quiet():
             if step.backwards and not step.gradients_seen:
                 self.books.gradients(step, 0, self._state.gradients())
-                if self._reads:
+                if self._reads_in(step):
                     self._state.observe_gradients(Phase.POST_BACKWARD)
-            if self._reads and not step.updated:
+            if self._reads_in(step) and not step.updated:
                 self._state.observe_buffers(Phase.UPDATE)
             rows = self._rows(step)
             self._drained, self._ahead = [], 0
@@ -162,7 +174,17 @@ class StepRecorder(StepListener):
                 **step.row(len(rows), len(missed), self._notes(missed)),
                 **self.books.row(step, ended=True),
             }
+        self._sample.ended(ledger)
         self._ended(rows, ledger)
+        self._listen_ahead()
+
+    def _reads_in(self, step: OpenStep) -> bool:
+        return self._reads and step.detailed
+
+    def _listen_ahead(self) -> None:
+        """Where a call of a module that has not been called from outside before may begin a step in detail."""
+        if self._sample.takes(self._next):
+            self._listens(True)
 
     def note(self, kind: str, reason: str | None, facts: Mapping[str, Any]) -> None:
         """Put a decision on record."""
@@ -233,7 +255,7 @@ class StepRecorder(StepListener):
         with Quiet():
             if accumulates:
                 self.books.backward(step, roots)
-            for index, root in enumerate(roots if self._reads else ()):
+            for index, root in enumerate(roots if self._reads_in(step) else ()):
                 slot = name if len(roots) == 1 else f"{name}[{index}]"
                 hook = self.gradients.hook_on(root) if root.requires_grad else None
                 self._buffer.observe(None, Phase.LOSS, Role.LOSS, slot, root, 0, hook.stats if hook else None)
@@ -252,11 +274,12 @@ class StepRecorder(StepListener):
         first_sight = all(known is not optimizer for known in self._known())
         with Quiet():
             self.books.updates.see(optimizer)
-            self.books.before_update(step, self._state.trained, optimizer)
+            if step.detailed:
+                self.books.before_update(step, self._state.trained, optimizer)
             self._read_gradients(step, optimizer, Phase.OPTIMIZER)
             if first_sight:
                 self._found.append(weakref.ref(optimizer))
-                if self._reads:
+                if self._reads_in(step):
                     self._state.observe_optimizer(optimizer, Phase.OPTIMIZER)
         step.optimizers.add(id(optimizer))
 
@@ -267,7 +290,7 @@ class StepRecorder(StepListener):
         step.ended[id(optimizer)] += 1
         with Quiet():
             self.books.after_update(step)
-            if self._reads:
+            if self._reads_in(step):
                 self._state.observe_parameters(Phase.UPDATE, optimizer)
                 if not step.updated:
                     self._state.observe_buffers(Phase.UPDATE)
@@ -348,6 +371,7 @@ class StepRecorder(StepListener):
     def _tell_if_closed(self) -> None:
         if self.step is not None and self.step.closing and torch._C._current_graph_task_id() < 0:
             self._closed()
+            self._listen_ahead()
 
     def recorder_failed(self, error: Exception) -> None:
         self._failed(error)
@@ -358,7 +382,7 @@ class StepRecorder(StepListener):
     def _read_gradients(self, step: OpenStep, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
         self.books.gradients(step, id(optimizer), self._state.gradients(optimizer))
         begin = len(self._buffer.rows)
-        if self._reads:
+        if self._reads_in(step):
             self._state.observe_gradients(phase, optimizer)
             step.gradient_rows[id(optimizer)] = (begin, len(self._buffer.rows))
         step.gradients_seen = True
@@ -369,7 +393,14 @@ class StepRecorder(StepListener):
         return [*self._given, *(optimizer for optimizer in found if optimizer is not None)]
 
     def _concerned(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self.active and (any(given is optimizer for given in self._given) or self._state.concerns(optimizer))
+        if not self.active:
+            return False
+        if any(given is optimizer for given in self._given) or self._state.concerns(optimizer):
+            return True
+        if self.step is None or self.step.detailed:
+            return False
+        self._state.read_names()  # parameters may have been replaced since the last step in detail
+        return self._state.concerns(optimizer)
 
     def _notes(self, missed: list[tuple[str, Role, str, int]]) -> list[str]:
         counted = Counter((fqn, role.label, slot) for fqn, role, slot, _ in missed)

@@ -22,7 +22,7 @@ import torch
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.conduct import Conduct
 from nantrace.capture.finished import FinishedSteps, Writer
-from nantrace.capture.hooks import install
+from nantrace.capture.hooks import Hooks
 from nantrace.capture.ledger import OpenStep
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
@@ -30,6 +30,7 @@ from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_op
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.raised import raised
 from nantrace.capture.running import running, watch_forks
+from nantrace.capture.sample import Sample, is_nonfinite
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
@@ -40,9 +41,6 @@ from nantrace.events import Raised, Site, Trace
 from nantrace.lineage import Lineage
 
 OnNonfinite = Literal["warn", "raise", "ignore"]
-
-# What a ledger alone tells of nonfinite values.
-_TOLD = ("loss", "gradient_norm")
 
 
 class Tracer:
@@ -64,6 +62,8 @@ class Tracer:
             a step that none of these ended. While an exception of the user's is under way it waits for the block's
             end, and is only a warning if that exception ends the block.
         keep_steps: hold only so many steps back, and keep them when a step goes nonfinite and at the end.
+        every: record modules and state in every Nth step from step 0 on, and in a step after one in between that went
+            wrong. Of the other steps only the ledger is kept, and `keep_steps` does not count them.
         overwrite: replace an existing trace.
         stats: "range", "full", or "auto": range on a CPU, full where it costs the same; "none" reads no tensor but the
             loss and the norms of the gradients, and keeps only the ledger of the steps.
@@ -104,6 +104,7 @@ class Tracer:
         depth: int | None = None,
         on_nonfinite: OnNonfinite = "warn",
         keep_steps: int | None = None,
+        every: int = 1,
         overwrite: bool = False,
         stats: Literal["auto", "range", "full", "none"] = "auto",
         judge: Callable[[Trace], tuple[str | None, bool]] | None = None,
@@ -119,9 +120,12 @@ class Tracer:
             depth=depth,
             on_nonfinite=on_nonfinite,
             keep_steps=keep_steps,
+            every=every,
             overwrite=overwrite,
             stats=stats,
         )
+        if ops is not None and every > 1:
+            raise ValueError(f"every is {every} with ops, which are recorded in all steps: leave one of the two out")
         patterns = patterns_in("modules", modules)
         self._watched, self._modules = watched_modules(model, patterns, depth)
         if stats == "none":
@@ -134,7 +138,8 @@ class Tracer:
         self._batch, self._keep, self._stats = batch, keep_steps, stats
         self._on_nonfinite, self._judge = on_nonfinite, judge
         self._observers, self._ops = tuple(observers), ops
-        self._options = {"modules": patterns, "depth": depth, "keep_steps": keep_steps, "stats": stats}
+        self._options = {"modules": patterns, "depth": depth, "keep_steps": keep_steps, "every": every, "stats": stats}
+        self._sample = Sample(every)
         self._meta: dict[str, Any] = {}
         self._lineage: Lineage | None = None
         self._raised: Raised | None = None
@@ -197,6 +202,7 @@ class Tracer:
         if self._writer is not None and self._file is not None:
             from nantrace.store.reader import load  # only this package opens files, and only here
 
+            self._attempt(self._finished.flush)
             return load(self._file)
         trace = self._as_trace(self._finished.events(), self._finished.ledger())
         return dataclasses.replace(trace, complete=self._ended, raised=self._raised)
@@ -281,6 +287,8 @@ class Tracer:
             batch=self._batch,
             scaled=self._scaled,
             reads=self._stats != "none",
+            sample=self._sample,
+            listens=self._listen,
             begins=self._step_begins,
             closed=self._step_closed,
             ended=self._step_ended,
@@ -292,6 +300,8 @@ class Tracer:
         device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
         self._conduct = Conduct(device, state.concerns, self._failed)
         self._steps.calls.told, self._steps.gradients.told = self._conduct.module_begins, self._conduct.accumulated
+        self._hooks = Hooks(self._steps.calls, self._watched, everywhere=self._stats != "none")
+        self._conducted = Lifecycle(self._conduct)
 
     def files(self) -> list[str]:
         """What this tracer and its observers write within the block."""
@@ -311,16 +321,32 @@ class Tracer:
         steps = self._steps
         exits.enter_context(eager_instead_of_compiled())
         exits.callback(steps.gradients.remove)
-        for undo in install(steps.calls, self._watched, everywhere=self._stats != "none"):
-            exits.callback(undo)
+        exits.callback(self._hooks.remove)
+        self._hooks.listen()
         exits.enter_context(Lifecycle(steps))
-        exits.enter_context(Lifecycle(self._conduct))  # told last: by then the step is open
+        exits.enter_context(self._conducted)  # told last: by then the step is open
         watch_forks()
         running.add(self)
         steps.active = steps.calls.active = steps.gradients.active = True
         self._attempt(steps.open)
         if self._ops is not None:
             self._ops.begin(self._observe_op)
+
+    def _listen(self, in_detail: bool) -> None:
+        if in_detail:
+            self._hooks.listen()
+        else:
+            self._hooks.leave(self._steps.calls.entrances)
+            self._conducted.__exit__(None, None, None)
+            self._steps.calls.told = self._conduct_returns
+
+    def _conduct_returns(self) -> None:
+        """Hear how steps are conducted again, from one on that is heard from its first forward on."""
+        step = self._steps.step
+        if step is not None and not step.backwards and not step.began:
+            self._conducted.__enter__()
+            self._steps.calls.told = self._conduct.module_begins
+            self._conduct.module_begins()
 
     def _observe_op(self, site: Site, numbers: tuple[Any, ...]) -> None:
         self._buffer.rows.add(self._buffer.number_of(site), 0, numbers)
@@ -357,7 +383,7 @@ class Tracer:
 
     def _step_ended(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> None:
         conduct = self._conduct.facts()
-        if conduct:
+        if conduct and ledger.get("detailed") is not False:  # of others not everything was heard
             ledger = {**ledger, "conduct": conduct}
             self._note_departures(ledger)
         for device, why in self._buffer.failures.items():
@@ -379,7 +405,7 @@ class Tracer:
 
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
-        told = self._stats == "none" and any(_is_nonfinite(ledger.get(name)) for name in _TOLD)
+        told = (self._stats == "none" or ledger.get("detailed") is False) and is_nonfinite(ledger)
         if not told and not (rows["nan"] + rows["posinf"] + rows["neginf"]).any():
             return None
         if self._peeked is not None and self._peeked[0] == len(rows):
@@ -419,8 +445,8 @@ class Tracer:
         if self._writer is not None:
             self._attempt(functools.partial(self._writer.set_raised, self._raised))
 
-    def _as_trace(self, rows: npt.NDArray[np.void], steps: Any) -> Trace:
-        return Trace(rows, tuple(self._buffer.sites), self._modules, tuple(steps), self._meta, self._lineage)
+    def _as_trace(self, rows: npt.NDArray[np.void], steps: Sequence[Mapping[str, Any]]) -> Trace:
+        return Trace(rows, tuple(self._buffer.sites), self._modules, steps, self._meta, self._lineage)
 
     def _attempt(self, what: Callable[[], Any]) -> None:
         """Do something of the recorder's own, unless it has failed before."""
@@ -477,7 +503,3 @@ class Tracer:
         """Record nothing more. The process was forked: the trace belongs to the parent."""
         self._failure = self._failure or RuntimeError("forked")
         self._stop()
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and value - value != 0

@@ -5,26 +5,54 @@ Without rows of tensors no module can be named, and nothing is said of buffers, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
+from nantrace.steps import told
 
 _ALONE = "Only the ledger was kept: of tensors it holds the loss and the norms of the gradients, nothing else."
+_UNSAMPLED = (
+    "The step is outside the sample (every=N): of its tensors the ledger holds the loss and the norms of gradients."
+)
+_LATER = "Look at the next step that was recorded in detail, or trace with every=1 to see where the value was born."
 _ADVICE = 'Trace the step with stats="auto", which reads every module\'s tensors, to see where the value was born.'
 
 
 def is_ledger_alone(trace: Trace) -> bool:
-    """Whether the trace was made to hold no rows of tensors."""
-    return not len(trace) and bool(trace.steps) and trace.meta.get("stats") == "none"
+    """Whether the trace was made to hold no rows of tensors, or of its last step."""
+    if len(trace) or not trace.steps:
+        return False
+    return trace.meta.get("stats") == "none" or trace.steps[-1].get("detailed") is False
 
 
 def by_ledger(trace: Trace) -> Verdict:
     """The verdict on the first step that went wrong."""
+    return _of(trace.steps) or Verdict("clean", evidence=(_ALONE,))
+
+
+def with_unsampled(verdict: Verdict, trace: Trace) -> Verdict:
+    """A verdict on the steps that were recorded in detail, with what the ledger says of those in between.
+
+    One that went wrong before the origin of the verdict stands beside it; where the verdict names no fault, it does.
+    """
+    found = _of(step for step in told(trace.steps) if step.get("detailed") is False)
+    if found is None or found.status != "fault" or found.origin is None:
+        return verdict
+    if verdict.status != "fault" or verdict.origin is None:
+        return found
+    if verdict.origin.step <= found.origin.step:
+        return verdict
+    said = f"{found.evidence[0][:-1]} already; that step was outside the sample, and no module of it was recorded."
+    return dataclasses.replace(verdict, evidence=(*verdict.evidence, said))
+
+
+def _of(steps: Iterable[Mapping[str, Any]]) -> Verdict | None:
     contained: Verdict | None = None
-    for step in trace.steps:
+    for step in steps:
         for name in ("loss", "gradient_norm"):
             value = step.get(name)
             if not isinstance(value, float) or math.isfinite(value):
@@ -34,7 +62,7 @@ def by_ledger(trace: Trace) -> Verdict:
             if not harmless:
                 return verdict
             contained = contained or verdict
-    return contained or Verdict("clean", evidence=(_ALONE,))
+    return contained
 
 
 def _verdict(step: Mapping[str, Any], name: str, value: float, harmless: bool) -> Verdict:
@@ -48,5 +76,6 @@ def _verdict(step: Mapping[str, Any], name: str, value: float, harmless: bool) -
         tensor="loss" if loss else "the gradients",
         kind="nan" if math.isnan(value) else "inf",
     )
-    advice = () if harmless else (_ADVICE,)
-    return Verdict("contained" if harmless else "fault", origin=origin, evidence=(said, _ALONE), advice=advice)
+    alone, further = (_UNSAMPLED, _LATER) if step.get("detailed") is False else (_ALONE, _ADVICE)
+    advice = () if harmless else (further,)
+    return Verdict("contained" if harmless else "fault", origin=origin, evidence=(said, alone), advice=advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from nantrace.diagnosis.by_ledger import by_ledger, is_ledger_alone
+from nantrace.diagnosis.by_ledger import by_ledger, is_ledger_alone, with_unsampled
 from nantrace.diagnosis.by_module import by_module
 from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict
@@ -55,4 +55,4 @@ def _by_what_it_holds(trace: Trace) -> Verdict:
         from nantrace.diagnosis.blame import blame
 
         return blame(trace.lineage).verdict
-    return by_ledger(trace) if is_ledger_alone(trace) else by_module(trace)
+    return by_ledger(trace) if is_ledger_alone(trace) else with_unsampled(by_module(trace), trace)
