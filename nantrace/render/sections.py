@@ -1,18 +1,20 @@
-"""The parts of a page, each a piece of HTML: verdict, evidence, next checks, way, pictures, ledger, environment.
+"""The parts of a page, each a piece of HTML: verdict, evidence, next checks, way, pictures, ledger and the rest.
 
 Every name goes through `escaped`; nothing else from a trace reaches the markup.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nantrace.diagnosis.recipe import recipe
+from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
+from nantrace.render import ledger
 from nantrace.render.around import rows_around
-from nantrace.render.overview import LEDGER_HEAD, facts_of_trace, ledger_cells, notes_of
+from nantrace.render.overview import facts_of_trace, notes_of
 from nantrace.render.svg.headroom import headroom_svg
 from nantrace.render.svg.ledger import ledger_svg
 from nantrace.render.svg.marks import escaped
@@ -84,17 +86,25 @@ def pictures_html(trace: Trace, verdict: Verdict | None) -> str:
 
 
 def ledger_html(trace: Trace) -> str:
-    """The steps as a table: all, or of a long trace those that went wrong, then the first."""
-    order = sorted(range(len(trace.steps)), key=lambda place: (_is_plain(trace, place), place))[:_STEPS_SHOWN]
-    rows = [ledger_cells(trace.steps[place]) for place in sorted(order)]
-    hidden = len(trace.steps) - len(rows)
-    note = f"<p class=quiet>{plural(hidden, 'step')} like these, without skip or nonfinite loss, are not shown.</p>"
-    right = (True, True, True, True, True, False)
-    if not rows:
+    """The steps as a table, all or of a long trace those that went wrong and the last; what was decided beside them."""
+    if not len(trace.steps):
         return ""
-    table = _table(LEDGER_HEAD, rows, right) + (note if hidden else "")
+    (head, *rows), hidden = ledger.ledger_rows(trace, _STEPS_SHOWN)
+    note = f"<p class=quiet>{plural(hidden, 'more step')}, without skip or nonfinite number.</p>" if hidden else ""
     state = " open" if len(rows) <= _STEPS_OPEN else ""
-    return f"<details{state}><summary>{plural(len(trace.steps), 'step')}</summary>{table}</details>"
+    table = f"<summary>{plural(len(trace.steps), 'step')}</summary>{_table(head, rows, ledger.RIGHT)}{note}"
+    return f"<details{state}>{table}</details>{_list(ledger.decisions(trace))}"
+
+
+def observations_html(trace: Trace) -> str:
+    """What stands out over the steps, each with what it proves and what it leaves open."""
+    found = symptoms(trace) if ledger.has_table(trace) else ()
+    return _list(" ".join((each.sentence, *each.evidence, each.proves, each.leaves_open)) for each in found)
+
+
+def recipe_html(trace: Trace) -> str:
+    """Which rules of mixed precision were broken, and what to do instead."""
+    return _list(f"{each.rule}: {each.sentence}" for each in recipe(trace))
 
 
 def environment_html(trace: Trace) -> str:
@@ -103,12 +113,6 @@ def environment_html(trace: Trace) -> str:
     notes = notes_of(trace)
     unseen = f"<h3>Not observed</h3>{_list(notes)}" if notes else ""
     return f"<dl>{facts}</dl>{unseen}"
-
-
-def _is_plain(trace: Trace, place: int) -> bool:
-    step = trace.steps[place]
-    loss = step.get("loss")
-    return not step.get("skipped") and not (isinstance(loss, float) and not math.isfinite(loss))
 
 
 def _list(sentences: Iterable[str], ordered: bool = False) -> str:
