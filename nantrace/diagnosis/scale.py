@@ -82,7 +82,7 @@ def _persistent(rows: Rows, run: list[int]) -> Observation:
         f"{_end(rows, run):,.6g}" + (", up to the end of the trace." if goes_on else "."),
         (f"No scale above {_end(rows, run):,.6g} was small enough.",),
         "The gradients stayed nonfinite whatever the scale: it is not the scale that made them so.",
-        "Where the first nonfinite gradient was born; a step in float32 shows whether it is range alone.",
+        "It leaves open where the first nonfinite gradient was born; a step in float32 shows whether it is range alone.",
     )
 
 
@@ -101,7 +101,7 @@ def _outside_the_scale(rows: Rows) -> Iterator[Observation]:
         f"The loss of step {first['step']} was {first['loss']} before it was scaled.",
         evidence,
         "This is no loss-scale problem: a smaller scale leaves the loss as it is.",
-        "Where in the forward pass the value was born.",
+        "It leaves open where in the forward pass the value was born.",
     )
 
 

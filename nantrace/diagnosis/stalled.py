@@ -77,25 +77,25 @@ def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Ite
 _NOT_HELD = (
     "had a gradient but were in no optimizer that stepped",
     "They keep the values that they had.",
-    "Whether they were made, or replaced, after the optimizer was given its parameters.",
+    "It leaves open whether they were made, or replaced, after the optimizer was given its parameters.",
 )
 _NO_GRADIENT = (
     "never had a gradient",
     "They were no part of what backward went through.",
-    "Whether they are meant to be used: freeze them, or look for the branch that leaves them out.",
+    "It leaves open whether they are meant to be used: freeze them, or look for the branch that leaves them out.",
 )
 _SMALL = (
     "Their part of the loss has all but no slope.",
-    "Whether the loss still depends on them, and in which dtype their gradient is computed.",
+    "It leaves open whether the loss still depends on them, and in which dtype their gradient is computed.",
 )
 _UNMOVED = (
     "had a gradient and were not moved by any update",
     "No update reached the sampled elements.",
-    "The learning rate of their group, and the dtype of the weights: a small update may be rounded away.",
+    "Look at the learning rate of their group and the dtype of the weights: a small update may be rounded away.",
 )
 _SLOW = (
     "Updates of this size are lost in the rounding of the weights.",
-    "The learning rate of their group, and the dtype of the weights.",
+    "Look at the learning rate of their group and the dtype of the weights.",
 )
 
 
