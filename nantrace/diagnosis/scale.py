@@ -82,7 +82,7 @@ def _persistent(rows: Rows, run: list[int]) -> Observation:
         f"{_end(rows, run):,.6g}" + (", up to the end of the trace." if goes_on else "."),
         (f"No scale above {_end(rows, run):,.6g} was small enough.",),
         "The gradients stayed nonfinite whatever the scale: it is not the scale that made them so.",
-        "It leaves open where the first nonfinite gradient was born; a step in float32 shows whether it is range alone.",
+        "It leaves open where the first nonfinite gradient was born: a step in float32 shows if it is range alone.",
     )
 
 
