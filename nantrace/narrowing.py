@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.events import Narrowed, Phase, Trace
+from nantrace.steps import numbers_of
 
 _SHOWN = 5  # names that an error suggests
 
@@ -77,8 +78,7 @@ def steps_of(trace: Trace) -> tuple[int, ...]:
     numbers = trace.events["step"]
     # Steps follow each other, so their numbers stand where they change: sorting millions of rows is not needed.
     changes = numbers[np.flatnonzero(np.diff(numbers, prepend=~numbers[:1]))] if len(numbers) else numbers
-    told = (step.get("step") for step in trace.steps)
-    return tuple(sorted({*changes.tolist(), *(number for number in told if isinstance(number, int))}))
+    return tuple(sorted({*changes.tolist(), *numbers_of(trace.steps)}))
 
 
 def _kept(trace: Trace, rows: npt.NDArray[np.bool_], by: str) -> Trace:

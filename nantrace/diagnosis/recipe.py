@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nantrace.events import Trace
+from nantrace.steps import told
 
 Facts = Mapping[str, Any]
 
@@ -50,7 +51,7 @@ class Departure:
 
 def recipe(trace: Trace) -> tuple[Departure, ...]:
     """Every rule that a step of the trace broke, once, in the order in which they were first broken."""
-    return over_steps(trace.steps)
+    return over_steps(told(trace.steps))
 
 
 def over_steps(steps: Iterable[Mapping[str, Any]]) -> tuple[Departure, ...]:

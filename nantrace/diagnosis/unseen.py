@@ -10,6 +10,7 @@ import dataclasses
 
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Raised, Trace
+from nantrace.steps import numbers_of
 
 _MARK_STEPS = "Call tracer.mark_step() at the end of each step, or pass optimizer=: a step is whole once it has ended."
 _AGAIN = "Trace it again up to the end of the step that is missing."
@@ -42,7 +43,7 @@ def _reaches_the_end(trace: Trace, steps: tuple[int, ...]) -> bool:
     """Whether a narrowed trace holds the step in which the whole one was cut short."""
     if trace.raised is not None:
         return trace.raised.step in steps
-    return not {int(step["step"]) for step in trace.steps if "step" in step}.issuperset(steps)
+    return not set(numbers_of(trace.steps)).issuperset(steps)
 
 
 def _ended_by(raised: Raised) -> str:
@@ -54,7 +55,7 @@ def _ended_by(raised: Raised) -> str:
 
 def _not_closed(trace: Trace) -> str:
     why = "its process was killed, or its block goes on"
-    finished = [int(step["step"]) for step in trace.steps if "step" in step]
+    finished = numbers_of(trace.steps)
     last = max(finished, default=-1)
     more = int((trace.events["step"] > last).sum()) if len(trace) else 0
     seen = f"only the first {more:,} tensors of step {last + 1}" if more else f"nothing of step {last + 1}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from nantrace.events import Trace
 from nantrace.render.cells import harmless, table, wrap
+from nantrace.steps import told
 
 _SHOWN = 20  # steps
 LEDGER_HEAD = ("step", "events", "loss", "lr", "scale", "update")
@@ -95,7 +96,7 @@ def _number(value: Any) -> str:
 def notes_of(trace: Trace) -> list[str]:
     """What was not observed, each note once."""
     notes: dict[str, None] = {}
-    for step in trace.steps:
+    for step in told(trace.steps):
         for note in step.get("notes") or ():
             notes.setdefault(str(note))
     said = list(notes)
