@@ -47,21 +47,29 @@ STEP = np.dtype(
 )
 _COUNTS = ("attempted", "committed", "skipped")
 _FLOATS = ("seconds", "loss", "lr", "gradient_norm", "scale_before", "scale_after")
-_NAN_MARKS = {"loss": Marks.LOSS_IS_NAN, "gradient_norm": Marks.GRADIENT_NORM_IS_NAN}
+#: The largest integer of each column but `marks`; None for floats.
+_LARGEST = {
+    name: int(np.iinfo(STEP[name]).max) if STEP[name].kind == "u" else None
+    for name in STEP.names or ()
+    if name != "marks"
+}
+# Plain integers: an operation on members of an enum takes longer than all the rest of a row.
+_NAN_MARKS = {"loss": int(Marks.LOSS_IS_NAN), "gradient_norm": int(Marks.GRADIENT_NORM_IS_NAN)}
+_UNDETAILED = int(Marks.UNDETAILED)
 _BLOCK = 4096  # rows that iteration unpacks at once
 
 
 def packed(step: Step) -> tuple[Any, ...]:
     """The numbers of one step, in the order of `STEP`."""
-    numbers = {name: _number(step.get(name), STEP[name]) for name in STEP.names or () if name != "marks"}
-    numbers["lr"] = _number(_one_of(step.get("lr")), STEP["lr"])
-    numbers["events"] = numbers["events"] or _number(step.get("not_kept"), STEP["events"])
-    marks = Marks.UNDETAILED if step.get("detailed") is False else Marks(0)
+    numbers = {name: _number(step.get(name), largest) for name, largest in _LARGEST.items()}
+    numbers["lr"] = _number(_one_of(step.get("lr")), None)
+    numbers["events"] = numbers["events"] or _number(step.get("not_kept"), _LARGEST["events"])
+    marks = _UNDETAILED if step.get("detailed") is False else 0
     for name, mark in _NAN_MARKS.items():
         value = step.get(name)
         if isinstance(value, float) and math.isnan(value):
             marks |= mark
-    return (*numbers.values(), int(marks))
+    return (*numbers.values(), marks)
 
 
 def unpacked(row: Sequence[Any]) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def unpacked(row: Sequence[Any]) -> dict[str, Any]:
         step["not_kept"] = numbers["events"]
     if numbers["nonfinite"]:
         step["nonfinite"] = numbers["nonfinite"]
-    if numbers["marks"] & Marks.UNDETAILED:
+    if numbers["marks"] & _UNDETAILED:
         step["detailed"] = False
     return step
 
@@ -154,15 +162,15 @@ def _one_of(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value) else value
 
 
-def _number(value: Any, dtype: np.dtype[Any]) -> Any:
+def _number(value: Any, largest: int | None) -> Any:
     """A value for a numeric column; what is not one number is NaN, or 0 in an integer column."""
-    absent = np.nan if dtype.kind == "f" else 0
+    absent = math.nan if largest is None else 0
     if isinstance(value, (bool, str)) or value is None:
         return absent
     try:
-        number = float(value) if dtype.kind == "f" else int(value)
+        number = float(value) if largest is None else int(value)
     except (TypeError, ValueError, OverflowError):
         return absent
-    if dtype.kind == "u" and not 0 <= number <= np.iinfo(dtype).max:
+    if largest is not None and not 0 <= number <= largest:
         return absent
     return number

@@ -6,6 +6,7 @@ which step is open; what is heard between two steps goes to the next. Reads no t
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -187,6 +188,10 @@ class Books:
 def _gradient_row(step: OpenStep) -> dict[str, Any]:
     """The norm of the gradients without their scale, whole and by top-level module, and where it was read."""
     norms: dict[str, list[float]] = {}
+    if not step.detailed:
+        whole = _whole_norm(step)
+        if whole is None or (math.isfinite(whole) and not step.skipped()):
+            return {} if whole is None else {"gradient_norm": whole}
     for name, norm in _unscaled(step):
         norms.setdefault(_top(name), []).append(norm)
     if not norms:
@@ -200,6 +205,12 @@ def _gradient_row(step: OpenStep) -> dict[str, Any]:
     if unread:
         row["gradient_norm_without"] = unread[:_NOTE_KEYS]
     return {**row, **_clip_row(step, row["gradient_norm"])}
+
+
+def _whole_norm(step: OpenStep) -> float | None:
+    """The norm alone, of a step of which no more will be kept."""
+    found = [norms.values / _divisor(step, key) for key, norms in step.norms.items() if norms.names]
+    return total([total(values.tolist()) for values in found]) if found else None
 
 
 def _clip_row(step: OpenStep, norm: float) -> dict[str, Any]:

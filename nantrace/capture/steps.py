@@ -213,6 +213,8 @@ class StepRecorder(StepListener):
 
     def _rows(self, step: OpenStep) -> npt.NDArray[np.void]:
         """All rows of the open step, numbered from 1."""
+        if not step.detailed and not len(self._buffer.rows) and not self._drained:
+            return np.zeros(0, EVENT)
         self._drain(step)
         rows = np.concatenate(self._drained) if len(self._drained) > 1 else self._drained[0]
         rows["seq"] = np.arange(1, len(rows) + 1)
