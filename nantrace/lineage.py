@@ -23,8 +23,8 @@ from nantrace.errors import TraceFormatError
 #: by a nonfinite literal alone. `uninit`: memory nobody wrote. `external`: so before the step. `propagated`: the rest.
 Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
 #: What an external event was before the step. `constant`: a tensor the step held. `unobserved`: an op outside the
-#: recorded region wrote it.
-Category = Literal["batch", "param", "buffer", "moment", "constant", "unobserved"]
+#: recorded region wrote it. `received`: a collective filled it with what other processes had.
+Category = Literal["batch", "param", "buffer", "moment", "constant", "unobserved", "received"]
 Excuse = Literal["skip", "guard", "soft", "returned"]
 
 

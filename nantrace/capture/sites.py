@@ -76,7 +76,7 @@ def watched_modules(
         for key, module in modules.items()
     ]
     entries = tuple(
-        ModuleEntry(names[key][0], type(module).__name__, tuple(names[key][1:])) for key, module in modules.items()
+        ModuleEntry(names[key][0], class_name(module), tuple(names[key][1:])) for key, module in modules.items()
     )
     return table, entries
 
@@ -96,6 +96,13 @@ def _wrapped(model: torch.nn.Module) -> set[int]:
 def is_wrapper(module: torch.nn.Module) -> bool:
     """Whether a module only stands around another one, to compile, spread or checkpoint it."""
     return isinstance(module, _PARALLEL) or not INNER.isdisjoint(module._modules)
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The name of the module's class, as it was before `fully_shard` put one of its own in its place."""
+    classes = type(module).__mro__
+    sharded = len(classes) > 2 and classes[1].__name__ == "FSDPModule"
+    return (classes[2] if sharded else classes[0]).__name__
 
 
 def _chosen(fqns: list[str], patterns: Sequence[str] | None, depth: int | None) -> set[str]:

@@ -35,6 +35,8 @@ def facts(model: torch.nn.Module) -> dict[str, Any]:
     if (number := rank()) is not None:
         found["rank"] = number
         found["world"] = torch.distributed.get_world_size()
+        # Their gradients are first seen when they have been summed over the ranks.
+        found["sharded"] = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
     return found
 
 

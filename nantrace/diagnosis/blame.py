@@ -17,7 +17,7 @@ from nantrace.diagnosis.causes.hyperparameters import of_silencing, silencing
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event, is_bad_unscaled
-from nantrace.diagnosis.origins import as_read, origin_of, step_on_path
+from nantrace.diagnosis.origins import as_read, named_by_sink, origin_of, step_on_path
 from nantrace.diagnosis.roots import Roots
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.lineage import Hyperparameter, Lineage, OpEvent, Sink
@@ -149,7 +149,7 @@ class _Case:
     def _earliest(self, ids: frozenset[int]) -> OpEvent:
         """Bad state and bad data come before any birth."""
         events = [self.roots.event(id) for id in ids]
-        given = [e for e in events if e.kind == "external" and e.category not in ("constant", "unobserved")]
+        given = [e for e in events if e.kind == "external" and e.category not in ("constant", "unobserved", "received")]
         return min(given or events, key=lambda event: event.id)
 
     def _stage_of_fault(self, event: OpEvent, hit: Hit) -> Stage | None:
@@ -269,7 +269,7 @@ class _Case:
         cause: str | None = None,
         region: tuple[str, ...] = (),
     ) -> Finding:
-        event = as_read(self.lineage, event)
+        event = named_by_sink(as_read(self.lineage, event), sink)
         why: Explanation = explain(self.lineage, event)
         reached = self._reached(sink) if status == "fault" and sink is not None else []
         way = self.roots.path(event.id, sink) if sink is not None else []
@@ -326,7 +326,9 @@ class _Case:
 
 
 def _stage_of_external(event: OpEvent) -> Stage | None:
-    if event.category == "unobserved":
+    if event.category == "received" and event.phase == "backward":
+        return "gradients"
+    if event.category in ("unobserved", "received"):
         return _STAGES.get(event.phase)
     return "input" if event.category in ("batch", "constant") else "state"
 

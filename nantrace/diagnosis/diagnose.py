@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from nantrace.diagnosis.by_ledger import by_ledger, is_ledger_alone, with_unsampled
 from nantrace.diagnosis.by_module import by_module
+from nantrace.diagnosis.ranks import with_other_ranks
 from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
@@ -34,7 +35,7 @@ def diagnose(trace: Trace) -> Verdict:
     if taken_out:
         raise ValueError(f"the trace was narrowed by {taken_out[0]}, which hides causes: diagnose the whole trace.")
     found = _stored(trace)
-    return found if found is not None else limited(_by_what_it_holds(trace), trace)
+    return found if found is not None else limited(with_other_ranks(_by_what_it_holds(trace), trace), trace)
 
 
 def _stored(trace: Trace) -> Verdict | None:

@@ -10,7 +10,7 @@ from typing import Any
 from nantrace.diagnosis.causes.hyperparameters import settings_made_of
 from nantrace.diagnosis.verdict import Origin
 from nantrace.events import TensorStats
-from nantrace.lineage import Lineage, OpEvent
+from nantrace.lineage import Lineage, OpEvent, Sink
 
 #: What a tensor is called that the step had from elsewhere: a file, a queue, numpy, a closure.
 UNNAMED = "a tensor from outside the step"
@@ -37,9 +37,17 @@ def as_read(lineage: Lineage, event: OpEvent) -> OpEvent:
     return dataclasses.replace(event, iteration=event.iteration + late, where=where)
 
 
+def named_by_sink(event: OpEvent, sink: Sink | None) -> OpEvent:
+    """What a collective brought has the name of the gradient or parameter that it became."""
+    if event.category != "received" or event.tensor or sink is None or sink.kind not in ("grad", "param"):
+        return event
+    gradient = sink.kind == "grad" or event.phase in ("backward", "post_backward")
+    return dataclasses.replace(event, tensor=f"gradient of {sink.name}" if gradient else sink.name)
+
+
 def origin_of(event: OpEvent) -> Origin:
     """The event as a place: of an external tensor its name and owner, of an op where it ran and what it was given."""
-    external = event.kind == "external" and event.category != "unobserved"
+    external = event.kind == "external" and event.category not in ("unobserved", "received")
     return Origin(
         step=event.iteration - 1,
         phase=None if external else event.phase,

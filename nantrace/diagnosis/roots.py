@@ -96,7 +96,7 @@ class Roots:
             constant = event.category == "constant"
             return (
                 event.nan > 0
-                or event.category == "unobserved"
+                or event.category in ("unobserved", "received")
                 or (event.posinf > 0 and (not constant or event.datalike))
             )
         return True

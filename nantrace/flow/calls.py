@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nantrace.flow.memory import Look
 from nantrace.flow.ops import OpFacts
-from nantrace.flow.values import Summary, storage_key
+from nantrace.flow.values import Summary, storage_key, tensors_in
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
@@ -102,6 +102,11 @@ class Call:
     def reads(self, argument: Argument) -> bool:
         """Whether the op reads the argument's values."""
         return argument.position < 0 or self.facts.reads[argument.position]
+
+    def received(self) -> list[Tensor]:
+        """Of a collective, the arguments that it fills, however deep they lie."""
+        named = dict(zip(self.facts.arguments, self.args, strict=False)) | self.kwargs
+        return [tensor for name in self.facts.received for _, tensor in tensors_in(named.get(name), name)]
 
     def needs_grad(self) -> bool:
         """Whether autograd records the op."""

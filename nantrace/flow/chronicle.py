@@ -5,8 +5,8 @@ Knows how events come about and out of what; which tensors are looked at, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,10 +15,10 @@ from nantrace.flow.calls import Call
 from nantrace.flow.context import Context, Whereabouts
 from nantrace.flow.externals import External, Externals
 from nantrace.flow.host import HostReads
-from nantrace.flow.memory import Memory
+from nantrace.flow.memory import Memory, Unseen
 from nantrace.flow.rounds import Rounds
-from nantrace.flow.values import Masks, masks
-from nantrace.lineage import Lineage, OpEvent
+from nantrace.flow.values import Masks, masks, storage_key
+from nantrace.lineage import Category, Lineage, OpEvent
 
 
 class Recorder(Protocol):
@@ -66,6 +66,29 @@ class Chronicle:
             return
         for index, plane in bad:
             self._event(call, place, index, plane, outputs)
+
+    def hand_over(self, call: Call, filled: Iterable[Tensor]) -> None:
+        """A collective gives memory to other processes.
+
+        Whatever turns up nonfinite in it where this process had finite values came from one of them; of what is filled
+        anew nothing tells which element came from where, so that this process's own nonfinite values explain it.
+        """
+        place = self._places.find(call.task, call.needs_grad, call.arguments, call.facts)
+        self._note_readers(call, place, absorbed=False)
+        inside = place.phase != "backward"  # there the gradient that came last set it off, which tells nothing
+        given = {id(argument.tensor) for argument, _ in call.bad}
+        for tensor in filled:
+            read = frozenset() if id(tensor) in given else call.read_ids()
+            module, where = (place.module, place.where) if inside else (None, None)
+            self.memory.hand_over(tensor, Unseen(call.facts.op, place.phase, module, where, True, read))
+
+    def pass_on(self, filled: Tensor, source: Tensor) -> None:
+        """Some collectives work on memory of their own, and copy what came into the memory that they were given."""
+        key, who = storage_key(source), self.memory.who_wrote(filled)
+        if key is None or who is None or not who.collective or self._externals.get(key) is not None:
+            return
+        if not self.memory.is_known(key):
+            self.memory.unseen[key] = who
 
     def _note_readers(self, call: Call, place: Context, absorbed: bool) -> None:
         reader = place.node_key or place.phase
@@ -116,19 +139,32 @@ class Chronicle:
             id=len(self._lineage.events) + 1,
             time=self._recorder.time,
             op=unseen.op if unseen else None,
-            kind="external",
+            kind="propagated" if unseen and unseen.read else "external",
             phase=unseen.phase if unseen else None,
             module=unseen.module if unseen else None,
             node=None,
-            where=None,
+            where=unseen.where if unseen else None,
             iteration=self._rounds.iteration,
-            category="unobserved" if unseen else external.category if external else "constant",
+            nan_parents=self._those(unseen, "nan"),
+            inf_parents=self._those(unseen, "inf"),
+            category=_category(unseen, external),
             tensor=external.name if external and not unseen else None,
             datalike=is_datalike(plane, found),
             **output_fields(*_whole(plane, found, external), self._externals.batch_size, described=True),
         )
         self._lineage.events.append(event)
         return event.id
+
+    def _those(self, unseen: Unseen | None, kind: Literal["nan", "inf"]) -> tuple[int, ...]:
+        """Of the events that were given to an unseen writer, those with NaN, or with infinities."""
+        events = [self._lineage.event(id) for id in sorted(unseen.read)] if unseen else []
+        return tuple(e.id for e in events if (e.nan if kind == "nan" else e.posinf or e.neginf))
+
+
+def _category(unseen: Unseen | None, external: External | None) -> Category:
+    if unseen is not None:
+        return "received" if unseen.collective else "unobserved"
+    return external.category if external is not None else "constant"
 
 
 def _whole(plane: Tensor, found: Masks, external: External | None) -> tuple[Tensor, Masks]:

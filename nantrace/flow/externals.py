@@ -42,10 +42,10 @@ class Externals:
 
     def _add_module(self, module: torch.nn.Module, prefix: str) -> None:
         for name, buffer in module.named_buffers():
-            self.add("buffer", prefix + fqn(name), buffer)
+            self.add("buffer", prefix + fqn(name, module), buffer)
         for name, parameter in module.named_parameters():
-            self.parameters.setdefault(id(parameter), prefix + fqn(name))
-            self.add("param", prefix + fqn(name), parameter)
+            self.parameters.setdefault(id(parameter), prefix + fqn(name, module))
+            self.add("param", prefix + fqn(name, module), parameter)
 
     def add(self, category: Category, name: str, tensor: Tensor, keep_first: bool = False) -> None:
         """Name a tensor's storage. A later name replaces an earlier one unless `keep_first`."""
@@ -78,9 +78,9 @@ class Externals:
             self._foreign.add(id(module))
             prefix = f"{type(module).__name__}."
             for name, buffer in module.named_buffers():
-                self.add("buffer", prefix + fqn(name), buffer, keep_first=True)
+                self.add("buffer", prefix + fqn(name, module), buffer, keep_first=True)
             for name, parameter in module.named_parameters():
-                self.add("param", prefix + fqn(name), parameter, keep_first=True)
+                self.add("param", prefix + fqn(name, module), parameter, keep_first=True)
 
     def parameter_name(self, parameter: Tensor) -> str:
         """The parameter's FQN; a number in order of appearance if it is none of the model's."""

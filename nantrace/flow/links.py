@@ -19,7 +19,7 @@ import torch
 
 import nantrace
 from nantrace.capture import lifecycle
-from nantrace.capture.sites import INNER, plain_name
+from nantrace.capture.sites import plain_name, wrapper_parts
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -29,9 +29,9 @@ _ENGINE = "nantrace_backward"  # lifecycle's wrapper of the engine: no user code
 _REACH = 8
 
 
-def fqn(name: str) -> str:
-    """The module's name without the levels that wrappers add."""
-    return plain_name(name, INNER)
+def fqn(name: str, model: torch.nn.Module) -> str:
+    """A name within the model without the levels that wrappers add."""
+    return plain_name(name, wrapper_parts(model))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Frames:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._codes: dict[int, tuple[CodeType, int]] = {}  # id -> (kept alive, 0 user | 1 foreign | 2 engine)
-        self.names = {id(module): fqn(name) for name, module in model.named_modules()}
+        self.names = {id(module): fqn(name, model) for name, module in model.named_modules()}
         self._methods = _method_codes(model)
         self._ambiguous = {id(m) for m in model.modules() if any(type(d) is type(m) for d in m.modules() if d is not m)}
 

@@ -65,7 +65,7 @@ class LiveOps:
 
 
 def _known(model: torch.nn.Module, globs: Sequence[str]) -> Sequence[str]:
-    fqns = list(dict.fromkeys(fqn(name) for name, _ in model.named_modules(remove_duplicate=False)))
+    fqns = list(dict.fromkeys(fqn(name, model) for name, _ in model.named_modules(remove_duplicate=False)))
     for glob in globs:
         if not glob.startswith("<") and not any(fnmatch.fnmatchcase(name, glob) for name in fqns):
             some = ", ".join(map(repr, fqns[:8]))

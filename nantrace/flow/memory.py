@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from nantrace.flow.values import FLOATS, SMALL, Masks, Scanner, masks, planes, storage_key
+from nantrace.flow.values import FLOATS, SMALL, Masks, Scanner, local, masks, planes, storage_key
 from nantrace.flow.writers import Writers
 
 _aminmax = torch.aminmax
@@ -40,11 +41,21 @@ class Look:
 
 @dataclass(frozen=True)
 class Unseen:
-    """Who wrote memory that was not looked at."""
+    """Who wrote memory that was not looked at.
+
+    Attributes:
+        collective: other processes write into the memory, at some time after the op was called.
+        read: events whose nonfinite values this process gave the op.
+        storage: a reference that keeps the memory's address from being taken by another.
+    """
 
     op: str
     phase: str
     module: str | None
+    where: str | None = None
+    collective: bool = False
+    read: frozenset[int] = frozenset()
+    storage: StorageWeakRef | None = None
 
 
 class Memory:
@@ -93,7 +104,7 @@ class Memory:
 
     def mark_finite(self, tensor: Tensor) -> None:
         """The tensor was looked at and is finite; its memory is known to be if it covers all of it."""
-        key = storage_key(tensor)
+        tensor, key = local(tensor), storage_key(tensor)
         if key is None or key in self.tainted:
             return
         if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
@@ -123,9 +134,12 @@ class Memory:
 
     def wrote_plainly(self, tensor: Tensor) -> bool:
         """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""
-        if self.unseen or not self._is_plainly_finite(tensor):
+        if not self._is_plainly_finite(tensor):
             return False
-        self.finite.add(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        if self.unseen:
+            self.unseen.pop(key, None)
+        self.finite.add(key)
         return True
 
     def _is_plainly_finite(self, tensor: Tensor) -> bool:
@@ -169,6 +183,16 @@ class Memory:
             self.finite.discard(key)
             self.unseen[key] = who
 
+    def hand_over(self, tensor: Tensor, who: Unseen) -> None:
+        """Other processes are about to write into a tensor: what is finite in it now, they will have made nonfinite."""
+        for plane in planes(tensor):
+            storage = plane.untyped_storage()
+            key = storage._cdata
+            self.finite.discard(key)
+            if key in self.tainted:
+                self.writers.write(plane, ~masks(plane).bad, 0)
+            self.unseen[key] = replace(who, storage=StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
     def written_by_nobody(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Its planes that hold nonfinite elements which nobody was seen writing."""
         found = []
@@ -177,8 +201,13 @@ class Memory:
                 found.append(plane)
         return tuple(found)
 
-    def who_wrote(self, plane: Tensor) -> Unseen | None:
-        return self.unseen.get(plane.untyped_storage()._cdata)
+    def who_wrote(self, tensor: Tensor) -> Unseen | None:
+        key = storage_key(tensor)
+        return None if key is None else self.unseen.get(key)
+
+    def is_known(self, key: int) -> bool:
+        """Whether anything is known of who wrote a storage."""
+        return key in self.finite or key in self.tainted or key in self.unseen
 
 
 def neutralise(tensor: Tensor) -> None:

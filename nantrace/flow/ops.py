@@ -29,6 +29,8 @@ _ADOPTING = frozenset(("aten::set_", "aten::from_file"))
 #: Ops through which the host reads a value off the device.
 _HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"))
 #: Namespaces whose schemas can be trusted to announce every write.
+#: Namespaces whose ops hand memory to other processes, which write into it until somebody waits for them.
+_COLLECTIVE = ("c10d::", "c10d_functional::", "_c10d_functional")
 _ANNOUNCING = ("aten::", "prims::", "quantized::", "_c10d_functional::")
 
 
@@ -45,14 +47,16 @@ class OpFacts:
         host_read: its result is a Python number.
         listwise: element i of every list argument belongs together (`_foreach_*`, `_fused_*`).
         announces: writes nothing that its schema does not say.
+        collective: other processes write into its outputs, after it has returned.
+        received: names of the arguments that a collective fills.
         writes_self: writes into its first argument, one tensor, into nothing else, and returns it.
         simple: puts out one tensor, either new or the `self` it wrote into, and writes nothing else.
         func: the op itself; holding it keeps its id its own.
     """
 
     __slots__ = (
-        "announces", "arguments", "func", "host_read", "listwise", "maybe_view", "mutates", "op", "position", "reads",
-        "simple", "unwritten", "view", "writes", "writes_self",
+        "announces", "arguments", "collective", "func", "host_read", "listwise", "maybe_view", "mutates", "op",
+        "position", "reads", "received", "simple", "unwritten", "view", "writes", "writes_self",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -67,17 +71,34 @@ class OpFacts:
         overwrites = name in _OVERWRITING
         self.reads = tuple(not (r or (w and overwrites)) for r, w in zip(result_only, self.writes, strict=True))
         self.mutates = any(self.writes)
+        self.collective = name.startswith(_COLLECTIVE) and not name.endswith("::wait_tensor")
+        self.received = _received(name, self.arguments) if self.collective else ()
+        if self.collective:  # what only takes results holds nothing yet
+            self.reads = tuple(not name.startswith("output") for name in self.arguments)
         aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         # Under inference mode `reshape`, `to` and the like arrive whole: they may copy.
         self.maybe_view = aliases and bool(getattr(func, "_can_decompose", bool)())
-        self.view = (aliases and not self.maybe_view) or name in _ADOPTING
+        self.view = (aliases and not self.maybe_view) or name in _ADOPTING or name.endswith("::wait_tensor")
         self.unwritten = name in _UNWRITTEN
         self.host_read = name in _HOST_READS
         self.listwise = "_foreach_" in name or "_fused_" in name
         self.announces = name.startswith(_ANNOUNCING) and "batch_norm" not in name
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.writes_self = single and sum(self.writes) == 1 and self.writes[0] and _is_tensor(schema.arguments[0])
-        self.simple = single and self.announces and not self.maybe_view and (not self.mutates or self.writes_self)
+        self.simple = (
+            single
+            and self.announces
+            and not self.collective
+            and not self.maybe_view
+            and (not self.mutates or self.writes_self)
+        )
+
+
+def _received(name: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Which arguments of a collective are filled, by their names: the schemas of "c10d" do not say."""
+    if not name.startswith("c10d::") or name.endswith(("::send", "::barrier")):
+        return ()
+    return tuple(each for each in arguments if each.startswith("output") or each == "tensors")
 
 
 @functools.cache

@@ -218,11 +218,15 @@ class OpRecorder(TorchDispatchMode):
             call.bad = self._look_at_inputs(call)
         if facts.mutates:
             self._before_writing(call, number)
+        if facts.collective:
+            self._chronicle.hand_over(call, call.received())
         return call
 
     def _look_at_inputs(self, call: Call) -> list[tuple[Argument, Look]]:
         """Look at every tensor that is read and not known to be finite."""
         memory, bad = self._memory, []
+        if memory.unseen and call.facts.op == "aten.copy_":
+            self._chronicle.pass_on(*call.args[:2])
         for argument in call.arguments:
             tensor = argument.tensor
             if tensor.dtype not in FLOATS or not call.reads(argument) or memory.is_known_finite(tensor):
@@ -254,6 +258,9 @@ class OpRecorder(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------ outputs
     def _after(self, call: Call, out: Any) -> None:
         """Look at what the op put out, and record it if something nonfinite is around."""
+        if call.facts.collective:  # it may not be there yet: whoever reads it will look
+            self._chronicle.hand_over(call, [tensor for _, tensor in call.new_tensors(out)])
+            return
         if self._within is not None and not call.bad and not call.facts.host_read and self._leave(call, out):
             return
         outputs = call.new_tensors(out)

@@ -137,7 +137,7 @@ class Sinks(StepListener):
                 self._recorder.mark_finite(plane)
                 largest = max(abs(low), abs(high))
                 if largest > math.sqrt(torch.finfo(plane.dtype).max) * 1e-3:
-                    self._lineage.huge_params.append((fqn(name), largest))
+                    self._lineage.huge_params.append((fqn(name, self._model), largest))
 
     def close_pending(self) -> None:
         """A backward pass whose gradients no update used: was it given up by a guard?"""
@@ -166,13 +166,13 @@ class Sinks(StepListener):
         self.close_pending()
         rounds.state = "end"
         for name, buffer in self._model.named_buffers():
-            self._look("buffer", fqn(name), buffer)
+            self._look("buffer", fqn(name, self._model), buffer)
         for name, parameter in self._model.named_parameters():
             if torch.nn.parameter.is_lazy(parameter):
                 continue
-            self._look("param", fqn(name), parameter)
+            self._look("param", fqn(name, self._model), parameter)
             if parameter.grad is not None:
-                self._left_behind(fqn(name), parameter.grad)
+                self._left_behind(fqn(name, self._model), parameter.grad)
         for path, tensor in tensors_in(returned, "returned"):
             self._returned(path, unwrapped(tensor))
         self._lineage.round_times[:] = rounds.round_times

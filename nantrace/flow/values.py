@@ -36,10 +36,15 @@ SMALL = 1 << 13
 def storage_key(tensor: Tensor) -> int | None:
     """Identity of the memory under a strided tensor, whatever view of it this is; None where there is none."""
     try:
-        key: int = tensor.untyped_storage()._cdata
+        key: int = local(tensor).untyped_storage()._cdata
         return key
     except Exception:  # sparse, nested, quantized, functorch: each raises another error
         return None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Of a DTensor this rank's shard, which alone has memory; other tensors as they are."""
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
 def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor, ...]:
@@ -56,7 +61,7 @@ def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor
             except RuntimeError:  # functorch's wrappers have no storage to ask
                 pass
     else:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # DTensor: this rank's shard
+        tensor = local(tensor)
     if tensor.dtype not in FLOATS:
         return _refused("quantized", unread) if tensor.is_quantized else ()
     reason = _unreadable(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nantrace.diagnosis.ranks import other_rank_command
 from nantrace.diagnosis.recipe import recipe
 from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Origin, Verdict
@@ -198,6 +199,9 @@ def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
     origin = verdict.origin
     if trace is None or origin is None or verdict.status not in ("fault", "contained", "inconclusive"):
         return None
+    elsewhere = other_rank_command(trace, verdict)
+    if elsewhere is not None or verdict.cause == "other_rank":
+        return elsewhere
     if verdict.stage in ("input", "state"):  # a tensor that was bad from the start needs no search
         return None
     return _BISECT if origin.op is None else f"{_BISECT} --reproducer reproducer"

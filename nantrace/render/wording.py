@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nantrace.diagnosis.ranks import ranks
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Role, Site, TensorStats, Trace
 from nantrace.lineage import Operand
@@ -54,6 +55,8 @@ def header_words(trace: Trace) -> list[str]:
     meta = trace.meta
     steps = len(trace.steps) or (len(np.unique(trace.events["step"])) if len(trace) else 0)
     parts = [f"torch {meta['torch']}" if "torch" in meta else "", str(meta.get("device", ""))]
+    found = ranks(trace)
+    parts += [f"rank {found[0]} of {found[1]}"] if found is not None else []
     parts += [plural(steps, "step"), plural(len(trace), "event")]
     ended = f"ended by {trace.raised.error}" if trace.raised else "complete"
     parts.append(ended if trace.complete else "incomplete: the writer did not close it")
@@ -73,7 +76,7 @@ def place_words(origin: Origin, stage: str | None = None) -> list[str]:
         words.append("a tensor without a name")
     if origin.op:
         words.append(origin.op)
-    elif origin.tensor and origin.tensor != origin.module:
+    if origin.tensor and (not origin.op or stage == "gradients") and origin.tensor != origin.module:
         words.append(_without(origin.tensor, origin.module))
     if origin.node:
         words.append(f"node {origin.node}")

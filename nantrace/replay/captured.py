@@ -118,10 +118,10 @@ def _state(step: Step) -> dict[str, Any]:
         return {
             "format": _FORMAT,
             "version": _VERSION,
-            "parameters": {fqn(name): _clone(p) for name, p in model.named_parameters()},
-            "buffers": {fqn(name): _clone(b) for name, b in model.named_buffers()},
-            "gradients": {fqn(n): _clone(p.grad) for n, p in model.named_parameters() if p.grad is not None},
-            "modes": {fqn(name): module.training for name, module in model.named_modules()},
+            "parameters": {fqn(name, model): _clone(p) for name, p in model.named_parameters()},
+            "buffers": {fqn(name, model): _clone(b) for name, b in model.named_buffers()},
+            "gradients": {fqn(n, model): _clone(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+            "modes": {fqn(name, model): module.training for name, module in model.named_modules()},
             "optimizers": [_copied(optimizer.state_dict()) for optimizer in step.optimizer],
             "scaler": None if step.scaler is None else _copied(step.scaler.state_dict()),
             "batch": _copied(step.batch) if _is_plain(step.batch) else None,
@@ -288,8 +288,8 @@ def applied(step: Step, path: str | os.PathLike[str]) -> Iterator[Captured]:
 
 def _refuse_other_model(captured: Captured, model: torch.nn.Module) -> None:
     own: dict[str, dict[str, torch.Tensor]] = {
-        "parameters": {fqn(name): t for name, t in model.named_parameters()},
-        "buffers": {fqn(name): t for name, t in model.named_buffers()},
+        "parameters": {fqn(name, model): t for name, t in model.named_parameters()},
+        "buffers": {fqn(name, model): t for name, t in model.named_buffers()},
     }
     found = []
     for table, tensors in own.items():
@@ -319,12 +319,12 @@ def _apply(kept: Mapping[str, Any], step: Step) -> Step:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             table = "parameters" if isinstance(tensor, torch.nn.Parameter) else "buffers"
-            tensor.detach().copy_(kept[table][fqn(name)])
+            tensor.detach().copy_(kept[table][fqn(name, model)])
     for name, parameter in model.named_parameters():
-        gradient = kept["gradients"].get(fqn(name))
+        gradient = kept["gradients"].get(fqn(name, model))
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     for name, module in model.named_modules():
-        module.training = bool(kept["modes"].get(fqn(name), module.training))
+        module.training = bool(kept["modes"].get(fqn(name, model), module.training))
     for optimizer, state in zip(_several(step.optimizer), kept.get("optimizers") or (), strict=False):
         optimizer.load_state_dict(state)
     if step.scaler is not None and kept.get("scaler"):

@@ -105,7 +105,7 @@ class EndsListener(StepListener):
         self.hears_calls: Callable[[], bool] = bool
         self._unreadable = False
         self._scanner = Scanner()
-        self._names = {id(p): fqn(name) for name, p in model.named_parameters()}
+        self._names = {id(p): fqn(name, model) for name, p in model.named_parameters()}
         self._losses: list[str] = []
         self._inputs: list[str] = []
         self._gradients: dict[str, str] = {}  # the first time counts
@@ -195,11 +195,11 @@ class EndsListener(StepListener):
         for name, parameter in self._model.named_parameters():
             if torch.nn.parameter.is_lazy(parameter):
                 continue
-            yield "parameter", fqn(name), parameter
+            yield "parameter", fqn(name, self._model), parameter
             if parameter.grad is not None:
-                yield "gradient", fqn(name), parameter.grad
+                yield "gradient", fqn(name, self._model), parameter.grad
         for name, buffer in self._model.named_buffers():
-            yield "buffer", fqn(name), buffer
+            yield "buffer", fqn(name, self._model), buffer
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(id(parameter), "outside the model")

@@ -15,6 +15,8 @@ _CAUSE = {
     "moment": "bad_moment",
     "constant": "bad_constant",
 }
+#: The next check where a collective brought the value; `nantrace.diagnosis.ranks` puts the command in its place.
+OTHER_RANKS = "Trace every rank and report each: the one whose own value was nonfinite first is where it began."
 _WHAT = {
     "batch": "a tensor of the batch",
     "param": "a parameter",
@@ -27,6 +29,8 @@ _WHAT = {
 def external(lineage: Lineage, event: OpEvent) -> Explanation:
     """A tensor that was nonfinite before the step, by its category."""
     category = event.category or ""
+    if category == "received":
+        return _received(event)
     if category not in _CAUSE:
         return _unobserved(event)
     facts = [held(event, _WHAT[category])]
@@ -43,6 +47,24 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
     if category == "constant" or (category == "batch" and not (event.tensor or "").startswith("batch")):
         facts += _first_reader(lineage, event)
     return Explanation(_CAUSE[category], tuple(facts), _checks(event))
+
+
+def _received(event: OpEvent) -> Explanation:
+    """What a collective filled, where this process had given it finite values alone."""
+    name = event.tensor or "A tensor"
+    at = f" at {event.where}" if event.where else ""
+    bad = counts(event.nan, event.posinf, event.neginf)
+    facts = [
+        f"{sentence(name)} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} "
+        f"after {event.op}{at}.",
+        "No op of this process wrote them, and what it gave to that collective was finite there: they came from "
+        f"another rank{'' if event.nan else ', or the sum over the ranks left the range'}.",
+    ]
+    overflow = (
+        "If every rank was finite before that, divide by the number of ranks before the sum: does it stay finite?"
+    )
+    advice = (OTHER_RANKS, *((overflow,) if not event.nan else ()))
+    return Explanation("other_rank", tuple(facts), advice)
 
 
 def _first_reader(lineage: Lineage, event: OpEvent) -> list[str]:
