@@ -255,7 +255,8 @@ def _stage(seen: Seen, row: int) -> Stage | None:
     if role is Role.LOSS:
         return None if unseen else "loss"
     if role is Role.GRAD:
-        return "backward" if phase is Phase.BACKWARD else "gradients"
+        summed = seen.trace.meta.get("sharded") and made_elsewhere(seen, row)  # over the ranks, before it was seen
+        return "backward" if phase is Phase.BACKWARD and not summed else "gradients"
     if role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) or phase in (Phase.RECOMPUTE, Phase.BACKWARD):
         return "backward"
     if weights_changed(seen, row):
