@@ -130,8 +130,12 @@ def trace(
     )
 
 
-def load(path: str | os.PathLike[str]) -> Trace:
+def load(path: str | os.PathLike[str], *, progress: Callable[[str], None] | None = None) -> Trace:
     """Read a trace file; needs no torch.
+
+    Args:
+        path: a file that `nantrace.trace` wrote.
+        progress: told a line every so many thousand events.
 
     Raises:
         TraceFormatError: the file is not a trace, or one that this version cannot read.
@@ -140,7 +144,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
     """
     from nantrace.store.reader import load as read
 
-    return read(path)
+    return read(path, progress)
 
 
 def bisect(
@@ -245,7 +249,14 @@ def report(trace_or_verdict: Trace | Verdict) -> Report:
     raise TypeError(f"report got a {kind}: pass a Trace (nantrace.load(path), tracer.trace) or a Verdict.")
 
 
-def diff(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None = None) -> Difference:
+def diff(
+    a: Trace,
+    b: Trace,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Difference:
     """Say what two traces of the same step differ in: nonfinite values first, then ranges.
 
     The same step eager and compiled, in float16 and in float32, on two ranks, before and after a change. Statistics are
@@ -256,6 +267,7 @@ def diff(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None = 
         b: the other.
         rtol, atol: an end of a range may move by `atol + rtol * (largest magnitude in a)`; None allows what rounding
             in the coarsest dtype of both traces explains.
+        progress: told a line every so many thousand events.
 
     Raises:
         TypeError: something else than traces was given.
@@ -271,7 +283,7 @@ def diff(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None = 
             raise TypeError(f"diff got a {kind}: pass two Traces (nantrace.load(path), tracer.trace).")
     from nantrace.diagnosis.difference import compare  # a report needs none of it
 
-    return compare(a, b, rtol=rtol, atol=atol)
+    return compare(a, b, rtol=rtol, atol=atol, progress=progress)
 
 
 def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 
 from nantrace.checkpoint.distributed import METADATA, distributed_contents
@@ -36,19 +35,6 @@ def check_checkpoint(*paths: str | os.PathLike[str], progress: Callable[[str], N
     if not paths:
         raise ValueError("check_checkpoint got no path: pass the files to check.")
     return CheckedFiles(tuple(_checked(os.fspath(path), progress) for path in paths))
-
-
-def paced(progress: Callable[[str], None], seconds: float = 2.0) -> Callable[[str], None]:
-    """Hands on a line at most every so many seconds, the first only after as many."""
-    last = time.monotonic()
-
-    def report(line: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= seconds:
-            last = time.monotonic()
-            progress(line)
-
-    return report
 
 
 def _checked(path: str, progress: Callable[[str], None] | None) -> CheckedFile:

@@ -7,7 +7,7 @@ import sys
 import click
 
 from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import ERROR, FAULT, Progress, knows_unicode, note, sentences, width
+from nantrace.cli.console import ERROR, FAULT, UnderWay, knows_unicode, note, sentences, width
 
 
 @click.command()
@@ -19,14 +19,14 @@ def checkpoint(files: tuple[str, ...], as_json: bool, exit_code: bool) -> None:
 
     A FILE is .pt, .pth, .bin, .safetensors, or the folder of a torch distributed checkpoint.
     """
-    progress = Progress()
-    with sentences(so_far=lambda: progress.last or ""):
-        from nantrace.checkpoint.check import check_checkpoint, paced
+    work = UnderWay()
+    with sentences(so_far=lambda: work):
+        from nantrace.checkpoint.check import check_checkpoint
         from nantrace.render.cells import harmless
         from nantrace.render.checkpoint import text
 
-        watched = sys.stderr is not None and sys.stderr.isatty()
-        found = check_checkpoint(*files, progress=paced(progress) if watched else None)
+        with work:
+            found = check_checkpoint(*files, progress=work.tell)
         if as_json:
             print_json(found.to_dict())
         else:

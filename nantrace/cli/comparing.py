@@ -7,7 +7,7 @@ import sys
 import click
 
 from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import FAULT, knows_unicode, note, sentences, width
+from nantrace.cli.console import FAULT, UnderWay, knows_unicode, note, sentences, width
 
 
 @click.command()
@@ -21,16 +21,18 @@ from nantrace.cli.console import FAULT, knows_unicode, note, sentences, width
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the traces differ.")
 def diff(a: str, b: str, rtol: float | None, atol: float | None, as_json: bool, exit_code: bool) -> None:
     """Say where two traces A (the reference) and B of the same step first differ: nonfinite values, then ranges."""
-    with sentences():
+    work = UnderWay()
+    with sentences(so_far=lambda: work):
         from nantrace.api import diff as compare
         from nantrace.api import load
         from nantrace.render.difference import next_command, text
 
-        traces = load(a), load(b)
-        try:
-            found = compare(*traces, rtol=rtol, atol=atol)
-        except ValueError as error:  # NaN, which click takes for a number of 0 or more
-            raise click.UsageError(str(error)) from None
+        with work:
+            traces = load(a, progress=work.tell), load(b, progress=work.tell)
+            try:
+                found = compare(*traces, rtol=rtol, atol=atol, progress=work.tell)
+            except ValueError as error:  # NaN, which click takes for a number of 0 or more
+                raise click.UsageError(str(error)) from None
         command = next_command(found)
         if as_json:
             print_json(found.to_dict())

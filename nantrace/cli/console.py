@@ -10,13 +10,17 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from nantrace.errors import NantraceError
+from nantrace.render.cells import harmless
 
 FAULT, ERROR, INTERRUPTED = 1, 3, 130
 _NARROW, _WIDE, _DEFAULT = 40, 240, 80  # columns
+_PACE = 2.0  # seconds
 
 
 class Progress:
@@ -31,6 +35,52 @@ class Progress:
 
     def __str__(self) -> str:
         return f"it had got as far as {self.last!r}" if self.last else "no replay had ended"
+
+
+class UnderWay:
+    """A line on stderr while work goes on: what it last told, and for how many seconds it has been going on.
+
+    It appears after two seconds, is rewritten every two, and is gone at the end; where stderr is no terminal, there is
+    none. A thread writes it, so that work which has nothing to tell for a while is seen to go on.
+
+    Attributes:
+        shown: the last line that was written; None if there was none.
+    """
+
+    def __init__(self, pace: float = _PACE) -> None:
+        self.shown: str | None = None
+        self._told, self._pace, self._done = "working", pace, threading.Event()
+        seen = sys.stderr is not None and sys.stderr.isatty()
+        self._writer = threading.Thread(target=self._write, daemon=True) if seen else None
+
+    def __enter__(self) -> UnderWay:
+        if self._writer is not None:
+            self._writer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._writer is not None:
+            self._writer.join()
+        if self.shown is not None and not _is_dumb():
+            note("\r\x1b[K", end="")
+
+    def __str__(self) -> str:
+        return f"it had got as far as {self.shown!r}" if self.shown else ""
+
+    def tell(self, line: str) -> None:
+        """Called by the work, as often as it likes."""
+        self._told = line
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        while not self._done.wait(self._pace):
+            self.shown = harmless(self._told)  # it may name a tensor out of a foreign file
+            line = f"{self.shown}, {time.monotonic() - began:.0f} s"
+            if _is_dumb():
+                note(line)
+            else:
+                note(f"\r\x1b[K{line[: _columns_of_stderr() - 1]}", end="")
 
 
 def say(text: str) -> None:
@@ -52,13 +102,13 @@ def say(text: str) -> None:
         raise
 
 
-def note(text: str) -> None:
+def note(text: str, end: str = "\n") -> None:
     """Write to stderr, if anybody can."""
     stream = sys.stderr
     if stream is None:
         return
     try:
-        stream.write(_writable(text, stream) + "\n")
+        stream.write(_writable(text, stream) + end)
         stream.flush()
     except OSError:
         _abandon(stream)
@@ -108,7 +158,7 @@ def width() -> int:
 
 
 def colour() -> bool:
-    return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return is_terminal() and not os.environ.get("NO_COLOR") and not _is_dumb()
 
 
 def knows_unicode() -> bool:
@@ -118,6 +168,17 @@ def knows_unicode() -> bool:
 
 def is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal cannot go back in its line."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def _columns_of_stderr() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _DEFAULT
+    return _DEFAULT
 
 
 def _writable(text: str, stream: Any) -> str:

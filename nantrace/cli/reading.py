@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nantrace.cli.answers import finish, print_json, print_out, verdict_text
-from nantrace.cli.console import knows_unicode, note, sentences, width, writing
+from nantrace.cli.console import UnderWay, knows_unicode, note, sentences, width, writing
 
 if TYPE_CHECKING:
     from nantrace.render.report import Report
@@ -21,12 +21,24 @@ if TYPE_CHECKING:
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the trace shows a fault.")
 def report(trace: str, output: str | None, as_json: bool, exit_code: bool) -> None:
     """Say what a TRACE shows: where it went wrong, why, what to check next."""
-    with sentences():
+    work = UnderWay()
+    with sentences(so_far=lambda: work):
         from nantrace.api import load
         from nantrace.api import report as make_report
 
-        made = make_report(load(trace))
-        _show(made, output, as_json)
+        with work:
+            loaded = load(trace, progress=work.tell)
+            work.tell(f"judging {len(loaded):,} events")
+            made = make_report(loaded)
+            if output is not None:
+                work.tell(f"writing {output}")
+                _save(made, output)
+        if output is not None:
+            note(f"Wrote {output}")
+        elif as_json:
+            print_json(made.to_dict())
+        else:
+            print_out(verdict_text(made.trace, made.verdict))
         finish(made.verdict, exit_code)
 
 
@@ -34,11 +46,14 @@ def report(trace: str, output: str | None, as_json: bool, exit_code: bool) -> No
 @click.argument("trace", type=click.Path())
 def info(trace: str) -> None:
     """Say what a TRACE covers: steps, events, modules, what was not observed."""
-    with sentences():
+    work = UnderWay()
+    with sentences(so_far=lambda: work):
         from nantrace.api import load
         from nantrace.render.overview import overview
 
-        print_out(overview(load(trace), width=width(), ascii=not knows_unicode()))
+        with work:
+            said = overview(load(trace, progress=work.tell), width=width(), ascii=not knows_unicode())
+        print_out(said)
 
 
 @click.command()
@@ -53,28 +68,24 @@ def info(trace: str) -> None:
 @click.option("-o", "--output", type=click.Path(), help="Where; beside the trace if left out. Nothing is replaced.")
 def export(trace: str, form: Any, output: str | None) -> None:
     """Write a TRACE for other tools: a table (csv, parquet), curves (tensorboard), or its order (chrome-trace)."""
-    with sentences():
+    work = UnderWay()
+    with sentences(so_far=lambda: work):
         from nantrace.api import load
         from nantrace.export.export import default_path
         from nantrace.export.export import export as write
 
         target = default_path(trace, form) if output is None else output
-        loaded = load(trace)
-        with writing(target):
-            made = write(loaded, form, target)
+        with work:
+            loaded = load(trace, progress=work.tell)
+            with writing(target):
+                made = write(loaded, form, target, work.tell)
         note(f"Wrote {made.path}: {made.written}.")
         note(f"Next: {shlex.join(made.command or ('nantrace', 'report', trace))}")
 
 
-def _show(report: Report, output: str | None, as_json: bool) -> None:
-    if output is not None:
-        with writing(output):
-            try:
-                report.save(output)
-            except ValueError as error:
-                raise click.BadParameter(str(error), param_hint="-o") from None
-        note(f"Wrote {output}")
-    elif as_json:
-        print_json(report.to_dict())
-    else:
-        print_out(verdict_text(report.trace, report.verdict))
+def _save(report: Report, output: str) -> None:
+    with writing(output):
+        try:
+            report.save(output)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="-o") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -139,7 +139,14 @@ class Difference:
         return as_text(self)
 
 
-def compare(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None = None) -> Difference:
+def compare(
+    a: Trace,
+    b: Trace,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Difference:
     """Compare two traces of the same step, event by event. Neither is changed.
 
     Args:
@@ -147,6 +154,7 @@ def compare(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None
         b: the other: the same step compiled, in another dtype, on another rank, or after a change.
         rtol, atol: an end of a range may move by `atol + rtol * (largest magnitude in A)`. None takes what rounding in
             the coarsest dtype of both traces explains, see `nantrace.diagnosis.tolerance`; 0 means exactly.
+        progress: told a line before the events are paired and after each block of pairs.
 
     Raises:
         ValueError: a tolerance is negative or NaN.
@@ -154,6 +162,8 @@ def compare(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None
     for name, given in (("rtol", rtol), ("atol", atol)):
         if given is not None and not given >= 0:
             raise ValueError(f"{name} is {given}: pass a number of 0 or more, or leave it out.")
+    if progress is not None:
+        progress(f"pairing {len(a):,} and {len(b):,} events")
     aligned = align(a, b)
     rules = _Rules(a, b, rtol, atol)
     counts: Counter[str] = Counter(dict.fromkeys((*_KINDS, *_FACTS), 0))
@@ -164,6 +174,8 @@ def compare(a: Trace, b: Trace, *, rtol: float | None = None, atol: float | None
             counts[name] += int(flags.sum())
         for kind in _KINDS:
             kept[kind] += block.differences(kind, _KEPT - len(kept[kind]))
+        if progress is not None:
+            progress(f"compared {min(begin + _BLOCK, len(aligned.a)):,} of {len(aligned.a):,} pairs of events")
     return Difference(
         a=_side(a, aligned.only_a),
         b=_side(b, aligned.only_b),

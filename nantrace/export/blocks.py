@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,17 @@ from nantrace.render.cells import harmless
 _ROWS = 65_536  # rows turned into Python's or a library's objects at once: some 50 MB
 
 
-def blocks(trace: Trace) -> Iterator[npt.NDArray[np.void]]:
-    """The events, in order."""
+#: Told a line about how far the work is; None if nobody wants to know.
+Progress = Callable[[str], None] | None
+
+
+def blocks(trace: Trace, progress: Progress = None) -> Iterator[npt.NDArray[np.void]]:
+    """The events, in order; tells after each block how many were taken."""
     for begin in range(0, len(trace), _ROWS):
-        yield trace.events[begin : begin + _ROWS]
+        events = trace.events[begin : begin + _ROWS]
+        yield events
+        if progress is not None:
+            progress(f"wrote {begin + len(events):,} of {len(trace):,} events")
 
 
 def site_texts(trace: Trace) -> list[tuple[str | None, ...]]:

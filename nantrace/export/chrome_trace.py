@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.events import Phase, Trace
-from nantrace.export.blocks import blocks, site_texts
+from nantrace.export.blocks import Progress, blocks, site_texts
 
 _MODULE, _PHASE, _ROLE, _SLOT, _DTYPE, _SHAPE, _OP = range(7)  # of `SITE_COLUMNS`
 _META = {"ts": "one microsecond is one event; the trace holds their order, not their times"}
 
 
-def write_chrome_trace(trace: Trace, path: str) -> int:
+def write_chrome_trace(trace: Trace, path: str, progress: Progress = None) -> int:
     """Writes the file, one object a line; returns the number of slices."""
     texts = site_texts(trace)
     phases = np.array([int(site.phase) for site in trace.sites], np.int64)
@@ -30,7 +30,7 @@ def write_chrome_trace(trace: Trace, path: str) -> int:
     with open(path, "w", encoding="ascii") as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(_META)}, "traceEvents": [\n')
         before = ""
-        for made in _all(trace, texts, phases):
+        for made in _all(trace, texts, phases, progress):
             file.write(before + json.dumps(made, allow_nan=False, separators=(",", ":")))
             before = ",\n"
             written += made["ph"] == "X"
@@ -38,10 +38,12 @@ def write_chrome_trace(trace: Trace, path: str) -> int:
     return written
 
 
-def _all(trace: Trace, texts: list[tuple[str | None, ...]], phases: npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+def _all(
+    trace: Trace, texts: list[tuple[str | None, ...]], phases: npt.NDArray[np.int64], progress: Progress
+) -> Iterator[dict[str, Any]]:
     yield from _names(trace, phases)
     yield from _calls(trace, texts, phases)
-    for events in blocks(trace):
+    for events in blocks(trace, progress):
         sites = events["site"].tolist()
         for event, site in zip(events, sites, strict=True):
             yield _tensor(event, texts[site], int(phases[site]))

@@ -14,20 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.events import Trace
-from nantrace.export.blocks import blocks, site_texts
+from nantrace.export.blocks import Progress, blocks, site_texts
 from nantrace.frame import BEFORE, BEHIND, SITE_COLUMNS, present
 
 #: What begins a formula in a spreadsheet, some in East Asian settings only; and the mark that says it is text.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "'")
 
 
-def write_csv(trace: Trace, path: str) -> int:
+def write_csv(trace: Trace, path: str, progress: Progress = None) -> int:
     """Writes the table and returns the number of its rows, without the head."""
     cells = np.array([_cells(texts) for texts in site_texts(trace)], object).reshape(-1, len(SITE_COLUMNS))
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*BEFORE, *SITE_COLUMNS, *BEHIND])
-        for events in blocks(trace):
+        for events in blocks(trace, progress):
             named = cells[events["site"]]
             columns = [events[name].tolist() for name in BEFORE]
             columns += [named[:, number].tolist() for number in range(len(SITE_COLUMNS))]

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from nantrace.errors import TraceExistsError
 from nantrace.events import Trace
+from nantrace.export.blocks import Progress
 
 Format = Literal["csv", "parquet", "tensorboard", "chrome-trace"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -38,7 +39,7 @@ def default_path(trace_path: str, to: Format) -> str:
     return os.path.splitext(trace_path)[0] + _SUFFIXES[to]
 
 
-def export(trace: Trace, to: Format, path: str | os.PathLike[str]) -> Exported:
+def export(trace: Trace, to: Format, path: str | os.PathLike[str], progress: Progress = None) -> Exported:
     """Write a trace in another format, block by block: a trace of millions of events needs little more memory.
 
     Args:
@@ -47,6 +48,7 @@ def export(trace: Trace, to: Format, path: str | os.PathLike[str]) -> Exported:
             nonfinite elements of each site over the steps, and the ledger; "chrome-trace", the order of execution for
             chrome://tracing and Perfetto.
         path: a file, for "tensorboard" a folder, that does not exist yet. It is removed if writing fails.
+        progress: told a line after each block of events.
 
     Raises:
         TraceExistsError: the path is taken.
@@ -61,24 +63,26 @@ def export(trace: Trace, to: Format, path: str | os.PathLike[str]) -> Exported:
         from nantrace.export.csv_table import write_csv
 
         with _new_file(name):
-            return Exported(name, f"{write_csv(trace, name):,} rows")
+            return Exported(name, f"{write_csv(trace, name, progress):,} rows")
     if to == "parquet":
         from nantrace.export.parquet_table import library, write_parquet
 
         library()  # before a file is made in vain
         with _new_file(name):
-            return Exported(name, f"{write_parquet(trace, name):,} rows")
+            return Exported(name, f"{write_parquet(trace, name, progress):,} rows")
     if to == "tensorboard":
         from nantrace.export.scalars import protocol, write_scalars
 
         protocol()
         with _new_folder(name):
-            points = write_scalars(trace, name)
+            points = write_scalars(trace, name, progress)
         return Exported(name, f"{points:,} points, one a site and step", ("tensorboard", "--logdir", name))
     from nantrace.export.chrome_trace import write_chrome_trace
 
     with _new_file(name):
-        return Exported(name, f"{write_chrome_trace(trace, name):,} slices, in order and not to scale in time")
+        return Exported(
+            name, f"{write_chrome_trace(trace, name, progress):,} slices, in order and not to scale in time"
+        )
 
 
 @contextlib.contextmanager

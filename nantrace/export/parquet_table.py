@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nantrace.errors import MissingExtraError
 from nantrace.events import EVENT, Trace
-from nantrace.export.blocks import blocks, site_texts
+from nantrace.export.blocks import Progress, blocks, site_texts
 from nantrace.frame import BEFORE, BEHIND, SITE_COLUMNS, numbered, present
 
 
@@ -32,14 +32,14 @@ def library() -> Any:
     return pyarrow
 
 
-def write_parquet(trace: Trace, path: str) -> int:
+def write_parquet(trace: Trace, path: str, progress: Progress = None) -> int:
     """Writes the table, a row group a block, and returns the number of its rows."""
     pyarrow = library()
     table = site_texts(trace)
     named = [numbered([row[position] for row in table]) for position in range(len(SITE_COLUMNS))]
     schema = _schema(pyarrow)
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-        for events in blocks(trace):
+        for events in blocks(trace, progress):
             columns = [_plain(pyarrow, events, name) for name in BEFORE]
             columns += [_texts(pyarrow, events, codes, texts) for codes, texts in named]
             columns += [_plain(pyarrow, events, name) for name in BEHIND]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from nantrace.errors import MissingExtraError
 from nantrace.events import Trace
-from nantrace.export.blocks import blocks, site_texts
+from nantrace.export.blocks import Progress, blocks, site_texts
 
 # TensorBoard knows event files by this part of their name. Its own writer puts the host's name behind it.
 _FILE = "events.out.tfevents.0000000000.nantrace"
@@ -51,7 +51,7 @@ def protocol() -> Protocol:
     return Protocol(Event, Summary, RecordWriter)
 
 
-def write_scalars(trace: Trace, folder: str) -> int:
+def write_scalars(trace: Trace, folder: str, progress: Progress = None) -> int:
     """Writes one event file into a folder that exists; returns the number of points."""
     made = protocol()
     times = _times(trace)
@@ -59,7 +59,7 @@ def write_scalars(trace: Trace, folder: str) -> int:
     with open(os.path.join(folder, _FILE), "xb") as file:
         writer = made.RecordWriter(file)
         writer.write(made.Event(wall_time=0.0, file_version="brain.Event:2").SerializeToString())
-        for tag, step, value in _points(trace):
+        for tag, step, value in _points(trace, progress):
             summary = made.Summary(value=[made.Summary.Value(tag=tag, simple_value=value)])
             event = made.Event(wall_time=times.get(step, 0.0), step=step, summary=summary)
             writer.write(event.SerializeToString())
@@ -78,7 +78,7 @@ def _times(trace: Trace) -> dict[int, float]:
     return times
 
 
-def _points(trace: Trace) -> Iterator[tuple[str, int, float]]:
+def _points(trace: Trace, progress: Progress) -> Iterator[tuple[str, int, float]]:
     for entry in trace.steps:
         for name in _LEDGER:
             for tag, value in _ledger_values(name, entry.get(name)):
@@ -87,16 +87,16 @@ def _points(trace: Trace) -> Iterator[tuple[str, int, float]]:
     tags = {name: number for number, name in enumerate(dict.fromkeys(names))}
     tag_of_site = np.array([tags[name] for name in names], np.int64)
     spelled = list(tags)
-    sizes, bad = _aggregated(trace, tag_of_site)
+    sizes, bad = _aggregated(trace, tag_of_site, progress)
     for group, (of_tag, of_step, values) in (("absmax", sizes), ("nonfinite", bad)):
         for at, number, point in zip(of_tag.tolist(), of_step.tolist(), values.tolist(), strict=True):
             yield f"{group} {spelled[at]}", number, min(point, _LARGEST)
 
 
-def _aggregated(trace: Trace, tag_of_site: npt.NDArray[np.int64]) -> tuple[Points, Points]:
+def _aggregated(trace: Trace, tag_of_site: npt.NDArray[np.int64], progress: Progress) -> tuple[Points, Points]:
     """By tag and step: the largest magnitude where there is a finite element, and the number of nonfinite elements."""
     keys, sizes, bad = [np.zeros(0, np.uint64)], [np.zeros(0)], [np.zeros(0)]
-    for events in blocks(trace):
+    for events in blocks(trace, progress):
         code = tag_of_site[events["site"]].astype(np.uint64) << np.uint64(32) | events["step"].astype(np.uint64)
         size = np.maximum(np.abs(events["min"]), np.abs(events["max"]))
         count = sum(events[name].astype(np.float64) for name in ("nan", "posinf", "neginf"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import h5py
@@ -30,7 +31,7 @@ _ODD = object()
 _REQUIRED = ("names", "sites", "events")
 
 
-def load(path: str | os.PathLike[str]) -> Trace:
+def load(path: str | os.PathLike[str], progress: Callable[[str], None] | None = None) -> Trace:
     """Reads a trace.
 
     A file whose writer was killed or still runs is read as well: it ends with the last event that was flushed, and its
@@ -38,6 +39,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
     Args:
         path: a file that `nantrace.trace` wrote.
+        progress: told a line after each block of events.
 
     Raises:
         TraceFormatError: the file is not a trace, is damaged, or has a newer format than this version reads.
@@ -51,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
     _check_openable(path)
     try:
         with _open(path) as file:
-            return _read(file, path)
+            return _read(file, path, progress)
     except Refused as refused:
         raise TraceFormatError(f"{path} {refused}.") from None
     except MemoryError:
@@ -105,7 +107,7 @@ def _is_hdf5(path: str) -> bool:
         return file.read(8) == b"\x89HDF\r\n\x1a\n"
 
 
-def _read(file: h5py.File, path: str) -> Trace:
+def _read(file: h5py.File, path: str, progress: Callable[[str], None] | None) -> Trace:
     meta = _meta(file)
     _check_version(meta.pop("format_version", None))
     complete = meta.pop("complete", False) is True
@@ -121,7 +123,7 @@ def _read(file: h5py.File, path: str) -> Trace:
     names = join_names(found["names"].tolist())
     sites = tuple(_site(row, number, names) for number, row in enumerate(found["sites"].tolist()))
     return Trace(
-        events=_events(tables["events"], counts.get("events"), len(sites), size),
+        events=_events(tables["events"], counts.get("events"), len(sites), size, progress),
         sites=sites,
         modules=tuple(_module(row, number, names) for number, row in enumerate(found["modules"].tolist())),
         steps=steps_of(found["ledger"], found["steps"], found["lines"] if has_rows else None, path),
@@ -293,7 +295,9 @@ def _slice(table: h5py.Dataset, name: str, begin: int, end: int) -> npt.NDArray[
     return rows
 
 
-def _events(table: h5py.Dataset, committed: int | None, sites: int, size: int) -> npt.NDArray[np.void]:
+def _events(
+    table: h5py.Dataset, committed: int | None, sites: int, size: int, progress: Callable[[str], None] | None
+) -> npt.NDArray[np.void]:
     """The longest prefix with `seq` rising from 1 by ones and sites that exist."""
     length = _length(table, "events", committed, size)
     rows = np.empty(length, EVENT)  # one array that is filled: blocks to join would be held twice
@@ -304,6 +308,8 @@ def _events(table: h5py.Dataset, committed: int | None, sites: int, size: int) -
         valid = (block["seq"] == expected) & (block["site"] < sites)
         if not valid.all():
             return rows[: begin + int(np.argmin(valid))].copy()
+        if progress is not None:
+            progress(f"read {begin + len(block):,} of {length:,} events")
     return rows
 
 

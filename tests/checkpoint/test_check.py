@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import math
 import os
 import pickle
 import subprocess
@@ -21,7 +20,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import nantrace
-from nantrace.checkpoint.check import paced
 from nantrace.checkpoint.result import CheckedFile, CheckedTensor
 from nantrace.cli import main
 from nantrace.render.checkpoint import text
@@ -355,13 +353,6 @@ def test_text_keeps_to_its_width(tmp_path: Path) -> None:
     torch.save({"layer." * 60 + "w": torch.tensor([NAN])}, tmp_path / "a")
     lines = text(nantrace.check_checkpoint(tmp_path / "a"), width=60).splitlines()
     assert max(map(len, lines)) <= 60
-
-
-def test_progress_is_silent_until_it_has_taken_a_while() -> None:
-    lines: list[str] = []
-    paced(lines.append, seconds=math.inf)("early")
-    paced(lines.append, seconds=0.0)("late")
-    assert lines == ["late"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back, and measured in KiB, on Linux")

@@ -235,7 +235,7 @@ def test_a_trace_without_events_gives_an_empty_export(form: Format, tmp_path: Pa
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_fails_half_way_leaves_nothing(form: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(trace: Trace) -> Any:
+    def fail(trace: Trace, progress: Any = None) -> Any:
         raise OSError(28, "No space left on device")
 
     for room in ("csv_table", "parquet_table", "scalars", "chrome_trace"):
