@@ -42,7 +42,7 @@ def write(path: str) -> None:
             sites += 1
         writer.append(rows(written + 1, BATCH * (steps % 40 + 1), sites))
         written += BATCH * (steps % 40 + 1)
-        writer.add_step({"step": steps, "loss": float("nan"), "rows": written})
+        writer.add_step({"step": steps, "loss": float("nan"), "rows": written}, whole=steps % 3 == 0)
         steps += 1
         writer.flush()
         print(written, steps, flush=True)

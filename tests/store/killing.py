@@ -53,3 +53,4 @@ def check_survivor(path: Path, flushed: int, steps: int) -> None:
             assert np.array_equal(trace.events[name], expected[name], equal_nan=name == "min"), name
     assert trace.sites == tuple(site(number) for number in range(len(trace.sites)))
     assert [step["step"] for step in trace.steps] == list(range(len(trace.steps)))
+    assert ["rows" in step for step in trace.steps] == [number % 3 == 0 for number in range(len(trace.steps))]
