@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -22,9 +21,8 @@ import torch
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.conduct import Conduct
 from nantrace.capture.finished import FinishedSteps, Writer
-from nantrace.capture.hooks import Hooks
 from nantrace.capture.ledger import OpenStep
-from nantrace.capture.lifecycle import Lifecycle
+from nantrace.capture.listening import Listening
 from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
 from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_options
 from nantrace.capture.quiet import Quiet
@@ -34,13 +32,11 @@ from nantrace.capture.sample import Sample, is_nonfinite
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
-from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path, warn_user
+from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path
 from nantrace.capture.targets import refuse_taken, refuse_written_twice
-from nantrace.errors import NantraceWarning, NonfiniteError, RecipeWarning
+from nantrace.capture.telling import OnNonfinite, Telling
 from nantrace.events import Raised, Site, Trace
 from nantrace.lineage import Lineage
-
-OnNonfinite = Literal["warn", "raise", "ignore"]
 
 
 class Tracer:
@@ -73,9 +69,6 @@ class Tracer:
         observers: told when steps begin and end.
         ops: records single ops.
         open_writer: (path, modules=, meta=, overwrite=) -> writer; that of `nantrace.store` by default.
-
-    Attributes:
-        faults: how many steps were at fault so far.
 
     A step that no update and no `mark_step` ends lasts for the whole block. Its rows go to the file as it grows, and
     stay in memory as well (some 130 bytes a tensor seen), since it is judged as a whole.
@@ -136,7 +129,7 @@ class Tracer:
         self._optimizers = optimizers_in(optimizer)
         self._scaled = scaler is not None and scaler.is_enabled()
         self._batch, self._keep, self._stats = batch, keep_steps, stats
-        self._on_nonfinite, self._judge = on_nonfinite, judge
+        self._telling, self._judge, self._departures = Telling(on_nonfinite), judge, departures
         self._observers, self._ops = tuple(observers), ops
         self._options = {"modules": patterns, "depth": depth, "keep_steps": keep_steps, "every": every, "stats": stats}
         self._sample = Sample(every)
@@ -149,22 +142,15 @@ class Tracer:
         self._thread: int | None = None
         self._writer: Writer | None = None
         self._failure: Exception | None = None
-        self._unsaid: list[tuple[str, type[NantraceWarning]]] = []
-        self._departures, self._broken, self._departed = departures, set[str](), list[str]()
-        self._error: NonfiniteError | None = None  # waits to be raised
-        self._slower: set[torch.device] = set()
-        self._given: NonfiniteError | None = None  # was raised
         self._finished = FinishedSteps(None, keep_steps)
-        self._handled_before: BaseException | None = None
-        self.faults = 0
 
     def __enter__(self) -> Tracer:
         if self._entered:
             raise RuntimeError("this tracer was entered before: make a new one with nantrace.trace(...) for each block")
         self._entered = True
         self._thread = threading.get_ident()
-        self._handled_before = sys.exc_info()[1]
-        self._meta = {**facts(self._model), **self._options}
+        self._telling.begin()
+        self._meta = {**facts(self._model), **self._options, "optimizers": len(self._optimizers)}
         self._prepare()
         with contextlib.ExitStack() as exits:
             self._install(exits)
@@ -179,14 +165,19 @@ class Tracer:
                 self._ops.end(kind, error, traceback)
             self._note_the_exception(error)
             self._attempt(self._finish)
-            self._say_departures()
+            self._telling.say_departures()
         finally:
-            self._stop()
+            self._listening.stop()
             self._exits.close()
             self._close()
             running.discard(self)
             self._ended = True
-        self._report(quietly=error is not None)
+        self._telling.report(quietly=error is not None)
+
+    @property
+    def faults(self) -> int:
+        """How many steps were at fault so far."""
+        return self._telling.faults
 
     @property
     def trace(self) -> Trace:
@@ -229,9 +220,9 @@ class Tracer:
             step.batch_id, step.lr = batch_id, lr
             self._attempt(functools.partial(self._take_losses, step, loss))
         self._attempt(self._steps.end)
-        self._say_departures()
-        if not self._users_exception_is_under_way():
-            self._report(quietly=False)
+        self._telling.say_departures()
+        if not self._telling.users_exception_is_under_way():
+            self._telling.report(quietly=False)
 
     def note(self, kind: str, reason: str | None = None, **facts: Any) -> None:
         """Put a decision on record: in the row of the step that is open, or of the next one.
@@ -288,20 +279,17 @@ class Tracer:
             scaled=self._scaled,
             reads=self._stats != "none",
             sample=self._sample,
-            listens=self._listen,
+            listens=lambda in_detail: self._listening.listen(in_detail),
             begins=self._step_begins,
             closed=self._step_closed,
             ended=self._step_ended,
-            waiting=self._to_raise,
+            waiting=self._telling.to_raise,
             spilled=self._spill if writes_at_once else None,
             failed=self._failed,
         )
-
         device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
-        self._conduct = Conduct(device, state.concerns, self._failed)
-        self._steps.calls.told, self._steps.gradients.told = self._conduct.module_begins, self._conduct.accumulated
-        self._hooks = Hooks(self._steps.calls, self._watched, everywhere=self._stats != "none")
-        self._conducted = Lifecycle(self._conduct)
+        conduct = Conduct(device, state.concerns, self._failed)
+        self._listening = Listening(self._steps, conduct, self._watched, everywhere=self._stats != "none")
 
     def files(self) -> list[str]:
         """What this tracer and its observers write within the block."""
@@ -318,35 +306,13 @@ class Tracer:
         return self._open_writer(path, modules=self._modules, meta=self._meta, overwrite=self._overwrite)
 
     def _install(self, exits: contextlib.ExitStack) -> None:
-        steps = self._steps
         exits.enter_context(eager_instead_of_compiled())
-        exits.callback(steps.gradients.remove)
-        exits.callback(self._hooks.remove)
-        self._hooks.listen()
-        exits.enter_context(Lifecycle(steps))
-        exits.enter_context(self._conducted)  # told last: by then the step is open
+        self._listening.begin(exits)
         watch_forks()
         running.add(self)
-        steps.active = steps.calls.active = steps.gradients.active = True
-        self._attempt(steps.open)
+        self._attempt(self._steps.open)
         if self._ops is not None:
             self._ops.begin(self._observe_op)
-
-    def _listen(self, in_detail: bool) -> None:
-        if in_detail:
-            self._hooks.listen()
-        else:
-            self._hooks.leave(self._steps.calls.entrances)
-            self._conducted.__exit__(None, None, None)
-            self._steps.calls.told = self._conduct_returns
-
-    def _conduct_returns(self) -> None:
-        """Hear how steps are conducted again, from one on that is heard from its first forward on."""
-        step = self._steps.step
-        if step is not None and not step.backwards and not step.began:
-            self._conducted.__enter__()
-            self._steps.calls.told = self._conduct.module_begins
-            self._conduct.module_begins()
 
     def _observe_op(self, site: Site, numbers: tuple[Any, ...]) -> None:
         self._buffer.rows.add(self._buffer.number_of(site), 0, numbers)
@@ -374,7 +340,7 @@ class Tracer:
 
     def _step_closed(self) -> None:
         """The next forward would end the step. What is to be raised must be known now."""
-        if self._on_nonfinite == "raise":
+        if self._telling.raises:
             rows, ledger = self._steps.so_far()
             judgement = self._judged(rows, ledger)
             self._peeked = None if judgement is None else (len(rows), judgement)
@@ -382,16 +348,14 @@ class Tracer:
                 self._steps.end()
 
     def _step_ended(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> None:
-        conduct = self._conduct.facts()
+        conduct = self._listening.facts()
         if conduct and ledger.get("detailed") is not False:  # of others not everything was heard
             ledger = {**ledger, "conduct": conduct}
-            self._note_departures(ledger)
+            for rule, sentence in self._departures(ledger) if self._departures is not None else ():
+                self._telling.departure(rule, sentence)
         for device, why in self._buffer.failures.items():
-            if device not in self._slower:
-                self._slower.add(device)
-                self._say(
-                    f"nantrace's fused kernel failed on {device} ({why}): tensors there are read in several passes"
-                )
+            told = f"nantrace's fused kernel failed on {device} ({why}): tensors there are read in several passes"
+            self._telling.say_once(str(device), told)
         judgement = self._judged(rows, ledger)
         self._peeked = None
         if self._observers:
@@ -401,7 +365,7 @@ class Tracer:
         fault = judgement is not None and judgement.fault
         self._finished.add(rows, ledger, self._buffer.sites, fault)
         if judgement is not None and fault:
-            self._found(judgement.sentence, ledger["step"])
+            self._telling.fault(judgement.sentence, ledger["step"])
 
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
@@ -414,30 +378,12 @@ class Tracer:
             return Judgement(None, True)
         return Judgement(*self._judge(self._as_trace(rows, ({**ledger, "first_seq": 1},))))
 
-    def _found(self, sentence: str | None, step: int) -> None:
-        self.faults += 1
-        sentence = sentence or f"step {step} went nonfinite: look at the trace for where"
-        if self._on_nonfinite == "raise":
-            self._error = self._error or NonfiniteError(sentence)
-        elif self._on_nonfinite == "warn" and self.faults == 1:
-            self._say(sentence)
-
-    def _note_departures(self, ledger: dict[str, Any]) -> None:
-        for rule, sentence in self._departures(ledger) if self._departures is not None else ():
-            if rule not in self._broken:
-                self._broken.add(rule)
-                self._departed.append(sentence)
-
-    def _say_departures(self) -> None:
-        while self._departed:
-            self._say(self._departed.pop(0), RecipeWarning)
-
     def _spill(self, rows: npt.NDArray[np.void]) -> None:
         self._finished.spill(rows, self._buffer.sites)
 
     def _note_the_exception(self, error: BaseException | None) -> None:
         """Keep what ended the block early, but for an error of this tracer's own."""
-        if error is None or error is self._given:
+        if error is None or error is self._telling.given:
             return
         step = self._steps.step
         within = step is not None and not step.closing
@@ -460,46 +406,12 @@ class Tracer:
         """Stop recording, and say so once."""
         if self._failure is None:
             self._failure = error
-            self._stop()
-            self._say(f"nantrace stopped recording after {type(error).__name__}: {error}; training goes on untraced")
-
-    def _stop(self) -> None:
-        self._steps.active = self._steps.calls.active = self._steps.gradients.active = False
-        self._steps.calls.told = self._steps.gradients.told = None
-
-    def _say(self, sentence: str, category: type[NantraceWarning] = NantraceWarning) -> None:
-        """Warn now; where warnings are errors, wait until raising one cannot break the user's step."""
-        try:
-            warn_user(sentence, category)
-        except NantraceWarning:
-            self._unsaid.append((sentence, category))
-
-    def _users_exception_is_under_way(self) -> bool:
-        handled = sys.exc_info()[1]
-        return handled is not None and handled is not self._handled_before
-
-    def _to_raise(self) -> Exception | None:
-        """What goes to the user out of the call that ended a step."""
-        self._say_departures()
-        if self._error is None or self._users_exception_is_under_way():
-            return None
-        self._given, self._error = self._error, None
-        return self._given
-
-    def _report(self, quietly: bool) -> None:
-        """Raise what waits to be raised; `quietly` when an exception of the user's is on its way."""
-        error, self._error = self._error, None
-        unsaid, self._unsaid = self._unsaid, []
-        if not quietly:
-            for sentence, category in unsaid:
-                warn_user(sentence, category)
-            if error is not None:
-                self._given = error
-                raise error
-        elif error is not None:
-            self._say(str(error))
+            self._listening.stop()
+            self._telling.say(
+                f"nantrace stopped recording after {type(error).__name__}: {error}; training goes on untraced"
+            )
 
     def abandon(self) -> None:
         """Record nothing more. The process was forked: the trace belongs to the parent."""
         self._failure = self._failure or RuntimeError("forked")
-        self._stop()
+        self._listening.stop()
