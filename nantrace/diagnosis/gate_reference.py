@@ -135,8 +135,8 @@ def _percent(distance: float, size: float) -> float:
 
 
 def _points(window: Window, measure: Callable[[Row], Any]) -> list[Point]:
-    points = [Point(at, number(row), measure(row)) for row, at in window.committed()]
-    return [point for point in points if is_number(point.value) and math.isfinite(point.value)]
+    values = ((row, at, measure(row)) for row, at in window.committed)
+    return [Point(at, number(row), value) for row, at, value in values if is_number(value) and math.isfinite(value)]
 
 
 def _loss(row: Row) -> Any:
@@ -156,7 +156,7 @@ def _before_clipping(row: Row) -> Any:
 
 def _seconds(trace: Trace, window: Window, detailed: bool) -> list[float]:
     alone = trace.meta.get("stats") == "none"
-    rows = [row for row, _ in window.committed() if detailed == (not alone and row.get("detailed") is not False)]
+    rows = [row for row, _ in window.committed if detailed == (not alone and row.get("detailed") is not False)]
     return [float(row["seconds"]) for row in rows if is_number(row.get("seconds")) and math.isfinite(row["seconds"])]
 
 

@@ -53,7 +53,7 @@ class Values:
 
     def inputs(self) -> Found:
         """The batch and what the model was given; an additive mask of 0 and -inf is one by its values."""
-        steps = [number(row) for row, _ in self.window.taken_up()]
+        steps = [number(row) for row, _ in self.window.taken_up]
         rows = self._bad(_is_input, steps)
         held = self.trace.events[rows]
         mask = (held["nan"] == 0) & (held["posinf"] == 0) & (held["min"] == 0) & (held["max"] == 0)
@@ -61,7 +61,7 @@ class Values:
         return self._by_rows(bad, steps, _is_input, "no batch was handed over and no input of the model recorded")
 
     def losses(self) -> Found:
-        rows = [row for row, _ in self.window.taken_up() if row.get("attempted", 1) or row.get("backwards")]
+        rows = [row for row, _ in self.window.taken_up if row.get("attempted", 1) or row.get("backwards")]
         looked = {number(row) for row in rows if is_number(row.get("loss"))}
         bad = [each for row in rows for each in self._bad_losses(row)]
         steps = [number(row) for row in rows]
@@ -74,7 +74,7 @@ class Values:
 
     def gradients(self) -> Found:
         """Norms without the scale, and the gradients that an optimizer was given."""
-        rows = [row for row, _ in self.window.committed()]
+        rows = [row for row, _ in self.window.committed]
         looked = {number(row) for row in rows if is_number(row.get("gradient_norm"))}
         bad = [
             Bad(number(row), "gradient norm", repr(row["gradient_norm"]))
@@ -161,7 +161,7 @@ class Values:
 
     def _checked_batches(self) -> Iterator[Bad]:
         """What a check of the batch of a failing step found."""
-        for row, _ in self.window.taken_up():
+        for row, _ in self.window.taken_up:
             for found in row.get("batch_check") or ():
                 name = str(found.get("tensor"))
                 if "nonfinite" in str(found.get("finding")) and not self.thresholds.allows(name):

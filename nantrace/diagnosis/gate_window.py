@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -87,13 +88,14 @@ class Window:
     explained: frozenset[int]
     has_ledger: bool = True
 
-    @property
+    @cached_property
     def steps(self) -> tuple[int, ...]:
         return tuple(number(row) for row in self.rows)
 
     def count(self, name: str) -> int:
         return sum(_whole(row.get(name)) for row in self.rows)
 
+    @cached_property
     def taken_up(self) -> list[tuple[Row, int]]:
         """The rows of which no update was skipped, or left out with a reason; each with its position.
 
@@ -101,9 +103,10 @@ class Window:
         """
         return [(row, at) for row, at in zip(self.rows, self.positions, strict=True) if not self._is_left_out(row)]
 
+    @cached_property
     def committed(self) -> list[tuple[Row, int]]:
         """The rows of `taken_up` in which an update was committed."""
-        return [(row, at) for row, at in self.taken_up() if row.get("committed")]
+        return [(row, at) for row, at in self.taken_up if row.get("committed")]
 
     def _is_left_out(self, row: Row) -> bool:
         return bool(row.get("skipped")) or (not row.get("committed") and number(row) in self.explained)
@@ -144,7 +147,7 @@ def lost(row: Row) -> int:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))
 
 
 def is_nonfinite(value: Any) -> bool:
@@ -196,4 +199,4 @@ def _explained(rows: Sequence[Row], kinds: Sequence[str]) -> frozenset[int]:
 
 
 def _whole(value: Any) -> int:
-    return int(value) if is_number(value) else 0
+    return value if isinstance(value, int) else int(value) if is_number(value) else 0
