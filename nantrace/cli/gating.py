@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import FAULT, knows_unicode, note, sentences, width
+from nantrace.cli.console import FAULT, UnderWay, knows_unicode, note, sentences, width
 
 _PERCENT = click.FloatRange(0)
 
@@ -37,16 +37,20 @@ def gate(trace: str, reference: str | None, as_json: bool, exit_code: bool, **th
     over the updates that both hold, and the median step must not take much longer. What was not recorded is said to be
     not checked. --allow, --explained-by and --without may be given again.
     """
-    with sentences():
+    work = UnderWay()
+    with sentences(so_far=lambda: work):
         from nantrace.api import load
         from nantrace.diagnosis.gate import gate as judge
         from nantrace.render.gate import next_command, text
 
-        traces = load(trace), None if reference is None else load(reference)
-        try:
-            found = judge(traces[0], reference=traces[1], **thresholds)
-        except ValueError as error:  # NaN, which click takes for a number in range, or no such rule
-            raise click.UsageError(str(error)) from None
+        with work:
+            run = load(trace, progress=work.tell)
+            beside = None if reference is None else load(reference, progress=work.tell)
+            work.tell(f"judging {len(run):,} events")
+            try:
+                found = judge(run, reference=beside, **thresholds)
+            except ValueError as error:  # NaN, which click takes for a number in range, or no such rule
+                raise click.UsageError(str(error)) from None
         if as_json:
             print_json(found.to_dict())
         else:
