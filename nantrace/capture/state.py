@@ -152,7 +152,17 @@ class StateRecorder:
                 first = named.setdefault(id(tensor), known)
                 if len(fqns) > 1 or first.owner != fqns[0] or first.leaf != leaf:
                     self._add_aliases(first.name, fqns, leaf)
-        return named
+        lent = self._lent(named, before)
+        places = {(known.owner, known.leaf) for known in lent.values()}
+        return {key: known for key, known in named.items() if (known.owner, known.leaf) not in places} | lent
+
+    def _lent(self, named: dict[int, Named], before: dict[int, Named]) -> dict[int, Named]:
+        """Parameters in whose place FSDP has put what it gathered, for now: a plain tensor, or a whole for a shard."""
+        gone = {key: known for key, known in before.items() if key not in named}
+        if not gone:
+            return {}
+        owners = {fqns[0]: module for module, fqns in self._modules}
+        return {key: known for key, known in gone.items() if _is_lent(known, owners[known.owner])}
 
     def _add_aliases(self, first: str, fqns: list[str], leaf: str) -> None:
         aliases = self.aliases.setdefault(first, [])
@@ -160,6 +170,12 @@ class StateRecorder:
             name = f"{fqn}.{leaf}" if fqn else leaf
             if name != first and name not in aliases:
                 aliases.append(name)
+
+
+def _is_lent(known: Named, owner: torch.nn.Module) -> bool:
+    whole = owner._parameters.get(known.leaf)
+    gathered = whole is not None and hasattr(known.tensor, "_local_tensor") and not hasattr(whole, "_local_tensor")
+    return gathered or isinstance(vars(owner).get(known.leaf), torch.Tensor)
 
 
 def _all_names(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:

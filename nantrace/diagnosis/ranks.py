@@ -48,12 +48,19 @@ def with_other_ranks(verdict: Verdict, trace: Trace) -> Verdict:
 
 
 _NOT_SHOWN = (
-    "This is rank {rank} of {world}: an all-reduce between backward and the optimizer brings in what other ranks had; "
-    "whether it did, this trace does not show."
+    "This is rank {rank} of {world}: collectives (the all-reduce of gradients, the all-gather of sharded weights, the "
+    "broadcast of buffers) bring in what other ranks had; whether one did, this trace does not show."
 )
 
 
 def _may_be_received(verdict: Verdict) -> bool:
-    """Whether a collective brought it: the op pass saw it, or modules show a gradient that changed after backward."""
-    by_modules = verdict.stage == "gradients" and verdict.origin is not None and verdict.origin.op is None
-    return verdict.status == "fault" and (verdict.cause == "other_rank" or by_modules)
+    """Whether a collective brought it: the op pass saw it, or modules show a tensor that changed between two looks.
+
+    That is a gradient after backward, a weight before its layer used it (no stage), a buffer that no module was given.
+    """
+    origin = verdict.origin
+    if verdict.status != "fault" or origin is None:
+        return False
+    buffer = verdict.stage == "forward" and origin.phase == "update"
+    changed = origin.op is None and (verdict.stage in ("gradients", None) or buffer)
+    return verdict.cause == "other_rank" or changed

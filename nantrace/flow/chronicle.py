@@ -17,7 +17,7 @@ from nantrace.flow.externals import External, Externals
 from nantrace.flow.host import HostReads
 from nantrace.flow.memory import Memory, Unseen
 from nantrace.flow.rounds import Rounds
-from nantrace.flow.values import Masks, masks, storage_key
+from nantrace.flow.values import Masks, masks
 from nantrace.lineage import Category, Lineage, OpEvent
 
 
@@ -35,6 +35,8 @@ class Chronicle:
     Attributes:
         memory: what is known of each piece of memory.
         host: which nonfinite values the step itself looked at.
+        filling: who had written what the op being recorded copies into. Some collectives work on memory of their own,
+            and copy what came into the memory that they were given.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Chronicle:
         self._recorder, self._lineage = recorder, recorder.lineage()
         self._places, self._rounds, self._externals = places, rounds, externals
         self._on_event = on_event
+        self.filling: Unseen | None = None
 
     def record(self, call: Call, bad: list[tuple[int, Tensor]], outputs: int, finite: bool) -> None:
         """An op read something nonfinite, or put it out.
@@ -81,14 +84,6 @@ class Chronicle:
             read = frozenset() if id(tensor) in given else call.read_ids()
             module, where = (place.module, place.where) if inside else (None, None)
             self.memory.hand_over(tensor, Unseen(call.facts.op, place.phase, module, where, True, read))
-
-    def pass_on(self, filled: Tensor, source: Tensor) -> None:
-        """Some collectives work on memory of their own, and copy what came into the memory that they were given."""
-        key, who = storage_key(source), self.memory.who_wrote(filled)
-        if key is None or who is None or not who.collective or self._externals.get(key) is not None:
-            return
-        if not self.memory.is_known(key):
-            self.memory.unseen[key] = who
 
     def _note_readers(self, call: Call, place: Context, absorbed: bool) -> None:
         reader = place.node_key or place.phase
@@ -135,6 +130,8 @@ class Chronicle:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""
         external = self._externals.get(plane.untyped_storage()._cdata, _offset_of_first(plane, found))
         unseen = self.memory.who_wrote(plane)
+        if unseen is None and external is None and self.filling is not None and self.filling.collective:
+            unseen = self.filling
         event = OpEvent(
             id=len(self._lineage.events) + 1,
             time=self._recorder.time,

@@ -205,10 +205,6 @@ class Memory:
         key = storage_key(tensor)
         return None if key is None else self.unseen.get(key)
 
-    def is_known(self, key: int) -> bool:
-        """Whether anything is known of who wrote a storage."""
-        return key in self.finite or key in self.tainted or key in self.unseen
-
 
 def neutralise(tensor: Tensor) -> None:
     """Make a tensor finite in place: NaN to 0, infinities to +-1e4."""

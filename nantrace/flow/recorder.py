@@ -212,6 +212,8 @@ class OpRecorder(TorchDispatchMode):
             return None
         call = Call(facts, args, kwargs)
         memory = self._memory
+        filled = memory.unseen and facts.op == "aten.copy_"
+        self._chronicle.filling = memory.who_wrote(args[0]) if filled else None
         if not memory.are_finite(args, facts.reads) or (
             kwargs and not memory.are_finite(kwargs.values(), repeat(True))
         ):
@@ -225,8 +227,6 @@ class OpRecorder(TorchDispatchMode):
     def _look_at_inputs(self, call: Call) -> list[tuple[Argument, Look]]:
         """Look at every tensor that is read and not known to be finite."""
         memory, bad = self._memory, []
-        if memory.unseen and call.facts.op == "aten.copy_":
-            self._chronicle.pass_on(*call.args[:2])
         for argument in call.arguments:
             tensor = argument.tensor
             if tensor.dtype not in FLOATS or not call.reads(argument) or memory.is_known_finite(tensor):

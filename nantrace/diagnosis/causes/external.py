@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nantrace.diagnosis.causes.checks import locate, some_samples, without_samples
 from nantrace.diagnosis.causes.reading import size
 from nantrace.diagnosis.causes.table import Explanation
@@ -46,17 +48,18 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
         )
     if category == "constant" or (category == "batch" and not (event.tensor or "").startswith("batch")):
         facts += _first_reader(lineage, event)
-    return Explanation(_CAUSE[category], tuple(facts), _checks(event))
+    sparse = any("sparse" in (e.op or "") for e in _readers(lineage, event))
+    return Explanation(_CAUSE[category], tuple(facts), _checks(event, sparse))
 
 
 def _received(event: OpEvent) -> Explanation:
     """What a collective filled, where this process had given it finite values alone."""
-    name = event.tensor or "A tensor"
+    name = f"The {event.tensor}" if (event.tensor or "").startswith("gradient") else event.tensor or "A tensor"
     at = f" at {event.where}" if event.where else ""
     bad = counts(event.nan, event.posinf, event.neginf)
+    held = f"held {bad} among {size(event)} elements" if size(event) > 1 else f"was {bad.removeprefix('1 ')}"
     facts = [
-        f"{sentence(name)} ({event.dtype}, {shape(event.shape)}) held {bad} among {plural(size(event), 'element')} "
-        f"after {event.op}{at}.",
+        f"{name} ({event.dtype}, {shape(event.shape)}) {held} after {event.op}{at}.",
         "No op of this process wrote them, and what it gave to that collective was finite there: they came from "
         f"another rank{'' if event.nan else ', or the sum over the ranks left the range'}.",
     ]
@@ -67,10 +70,13 @@ def _received(event: OpEvent) -> Explanation:
     return Explanation("other_rank", tuple(facts), advice)
 
 
+def _readers(lineage: Lineage, event: OpEvent) -> Iterator[OpEvent]:
+    return (e for e in lineage.events if event.id in (*e.nan_parents, *e.inf_parents))
+
+
 def _first_reader(lineage: Lineage, event: OpEvent) -> list[str]:
     """A tensor without a name is known by the line that used it first."""
-    readers = (e for e in lineage.events if event.id in (*e.nan_parents, *e.inf_parents))
-    first = next(readers, None)
+    first = next(_readers(lineage, event), None)
     if first is None or not first.op:
         return []
     at = f" at {first.where}" if first.where else ""
@@ -114,16 +120,16 @@ def index(event: OpEvent) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _checks(event: OpEvent) -> tuple[str, ...]:
+def _checks(event: OpEvent, sparse: bool) -> tuple[str, ...]:
     name = event.tensor or "that tensor"
     if event.category == "batch":
-        return _checks_of_batch(event, name)
+        return _checks_of_batch(event, name, sparse)
     if event.category == "constant":
         where = f"that {event.where} reads" if event.where else "that the step makes of outside data"
         return (
             f"Print torch.isfinite(t).all() for each tensor {where}: which one is not finite, and where is it loaded "
             "or made?",
-            "Hand the data over (batch=...) and repeat: then the nonfinite tensor is named.",
+            "If it is loaded data, hand it over (batch=...) and repeat: then the nonfinite tensor is named.",
         )
     if event.category == "param":
         return (
@@ -140,8 +146,8 @@ def _checks(event: OpEvent) -> tuple[str, ...]:
     )
 
 
-def _checks_of_batch(event: OpEvent, name: str) -> tuple[str, ...]:
-    values = " (of a sparse tensor, its values())" if len(event.shape) == 1 else ""
+def _checks_of_batch(event: OpEvent, name: str, sparse: bool) -> tuple[str, ...]:
+    values = ".values()" if sparse and len(event.shape) == 1 else ""
     whole = "Repeat the step on another batch and see whether it stays finite."
     log = f"If {name} is made by a logarithm, keep its input above 0 (clamp at 1e-6) and compare."
     only_neginf = event.neginf and not event.nan and not event.posinf
