@@ -6,8 +6,10 @@ blames nothing.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,17 +115,21 @@ def _skips(trace: Trace) -> Iterator[Observation]:
 
 
 def _spikes(trace: Trace) -> Iterator[Observation]:
-    before: list[float] = []
+    before: deque[float] = deque()  # the last losses, in order of time and of size
+    ordered: list[float] = []
     spikes: list[tuple[int, float, float, float]] = []
     for row in trace.steps:
         loss = row.get("loss")
         if not isinstance(loss, (int, float)) or not math.isfinite(loss):
             continue
-        if len(before) >= _FEWEST:
-            low, median, high = np.quantile(before[-_WINDOW:], (0.1, 0.5, 0.9))
+        if len(ordered) >= _FEWEST:
+            low, median, high = (_quantile(ordered, share) for share in (0.1, 0.5, 0.9))
             if loss > high + _BEYOND * max(high - low, _SHARE * abs(median)):
-                spikes.append((int(row.get("step", 0)), float(loss), float(median), float(high)))
+                spikes.append((int(row.get("step", 0)), float(loss), median, high))
+        if len(before) == _WINDOW:
+            del ordered[bisect.bisect_left(ordered, before.popleft())]
         before.append(float(loss))
+        bisect.insort(ordered, float(loss))
     if not spikes:
         return
     step, loss, median, high = max(spikes, key=lambda spike: spike[1] - spike[3])
@@ -136,6 +142,14 @@ def _spikes(trace: Trace) -> Iterator[Observation]:
         "It proves that this loss lies far outside what this run's losses were before.",
         "It is finite and proves no overflow: a hard batch, a learning rate or a bad label does the same.",
     )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The quantile of sorted numbers, between two of them in proportion."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    low, high = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
+    return low + (place - below) * (high - low)
 
 
 def _bad_steps(trace: Trace) -> set[int]:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from nantrace.capture.tracer import Tracer
 from nantrace.diagnosis.observation import Observation
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
-from nantrace.diagnosis.symptom import symptoms
+from nantrace.diagnosis.symptom import _quantile, symptoms
 from nantrace.events import EVENT, Raised, Trace
 
 
@@ -237,3 +239,9 @@ def test_rows_of_an_embedding_that_no_token_named_raise_no_alarm() -> None:
 
     model = Model()
     assert stalled(_run(model, list(model.parameters()))) == ()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
+def test_a_quantile_of_sorted_losses_is_that_of_numpy(losses: list[float], share: float) -> None:
+    assert _quantile(sorted(losses), share) == pytest.approx(float(np.quantile(losses, share)), rel=1e-9, abs=1e-6)
