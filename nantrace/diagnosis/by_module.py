@@ -81,7 +81,7 @@ def _sinks(seen: Seen, step: int) -> list[int]:
     if seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER, Phase.POST_BACKWARD]).size:
         # What backward accumulated counts as what the optimizer, or the end of the step, found of it.
         kept = kept[(seen.role[kept] != Role.GRAD) | (seen.phase[kept] != Phase.BACKWARD)]
-    if not _has_backward(seen):
+    if not _has_backward(seen) and not suspects.checked(seen):
         outermost = [call for call in seen.calls(step).values() if call.parent is None]
         kept = np.array([row for call in outermost for row in call.outputs if seen.bad[row]], dtype=np.int64)
     return sorted((int(row) for row in kept), key=lambda row: (_first_bad(seen, row), row))
@@ -164,6 +164,8 @@ def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
     why = None
     if seen.role[sink] == Role.BUFFER and evidence.skipped(seen, int(seen.step[sink])):
         stage, why = "update", evidence.poisoned_buffers(seen, sink)
+    elif seen.role[sink] == Role.BUFFER and suspects.left_out(seen, root[0]):
+        stage, why = "update", evidence.written_buffers(seen, sink)
     elif not external:
         why = growth.exploded(seen, root[0])
         stage = "update" if why else stage
@@ -255,20 +257,30 @@ def _stage(seen: Seen, row: int) -> Stage | None:
     if role is Role.LOSS:
         return None if unseen else "loss"
     if role is Role.GRAD:
-        summed = seen.trace.meta.get("sharded") and made_elsewhere(seen, row)  # over the ranks, before it was seen
-        return "backward" if phase is Phase.BACKWARD and not summed else "gradients"
+        if phase is Phase.BACKWARD:
+            summed = seen.trace.meta.get("sharded") and made_elsewhere(seen, row)  # over the ranks, before it was seen
+            return "gradients" if summed else "backward"
+        return "gradients" if suspects.seen_after_backward(seen, row) else None
     if role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) or phase in (Phase.RECOMPUTE, Phase.BACKWARD):
-        return "backward"
+        return None if suspects.may_hide(seen, row) is not None else "backward"
     if weights_changed(seen, row):
         before = seen.rows(int(seen.step[row]), Role.GRAD)
         return "gradients" if before.size and before[0] < row else None
     around = enclosing(seen, row)
     if around is not None:
+        if (
+            suspects.may_be_data(seen, row)
+            or suspects.weights_unseen(seen, row)
+            or suspects.turned_negative(seen, row) is not None
+        ):
+            return None
         return "loss" if around.foreign else "forward"
     if unseen:
         return None
     earlier = [c for c in seen.calls(int(seen.step[row])).values() if c.parent is None and c.last < row]
-    return "loss" if earlier else "input"
+    if earlier:
+        return "loss"
+    return None if suspects.finite_batch(seen, row) else "input"
 
 
 def _verdict(seen: Seen, blame: Blame) -> Verdict:
@@ -320,7 +332,8 @@ def _origin(seen: Seen, root: Root) -> Origin:
     around = enclosing(seen, row)
     flow = site.role in (Role.INPUT, Role.OUTPUT, Role.GRAD_INPUT, Role.GRAD_OUTPUT)
     module = site.module if not flow else (around.module if around is not None else None)
-    outside = site.role is Role.LOSS or _stage(seen, row) in ("gradients", "optimizer")
+    consumed = site.role is Role.GRAD and site.phase is not Phase.BACKWARD
+    outside = consumed or site.role is Role.LOSS or _stage(seen, row) == "optimizer"
     if outside or made_elsewhere(seen, row) or weights_changed(seen, row):
         module = None
     return Origin(

@@ -94,8 +94,8 @@ def sentences(
     if not is_external(seen, row):
         before = growth.grew_by_block(seen, row) or growth.one_block_before(seen, row)
         said += [_labels(seen, row), *_magnitudes(seen, row), before or "", growth.huge_parameters(seen, row) or ""]
-        said.append(left_its_usual_range(seen, row) or "")
-    said.append(_fate(seen, status, row, sink))
+        said += [left_its_usual_range(seen, row) or "", _negative(seen, row), _hidden(seen, row)]
+    said += [_fate(seen, status, row, sink), _unused(seen, status, sink)]
     return tuple(sentence for sentence in (*said, _gap(seen, row)) if sentence)
 
 
@@ -138,6 +138,11 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
         outside = "" if role is Role.GRAD_INPUT else " to a module inside"
         return f"The gradients that reached {name} are finite, the one that its backward passed on{outside} is not."
     if role is Role.INPUT:
+        if suspects.may_be_data(seen, row):
+            return (
+                f"The code of {name} itself handed it to its first submodule: made of finite arguments and weights, or "
+                "read from elsewhere, such as a file, numpy or an attribute."
+            )
         return f"The code of {name} itself made it, between its submodules, out of finite values."
     if cause == "overflow":
         largest = LARGEST.get(site.dtype)
@@ -145,10 +150,34 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
         return f"Inputs and weights are finite; the result left {site.dtype}'s range{limit}."
     if not call.inputs:
         return f"{name} returned it; no tensor among its arguments was seen."
+    if suspects.weights_unseen(seen, row):
+        return f"{name} put it out of finite inputs. It is no part of the model: its own weights were not looked at."
     last = suspects.last_inside(seen, call, row)
     if last and not above:
         return f"Its own code after {last} made it: what {name} read and what its submodules put out is finite."
     return f"Inputs and weights of {name} are {'without NaN' if above else 'finite'}; its output is not."
+
+
+def _negative(seen: Seen, row: int) -> str:
+    turned = suspects.turned_negative(seen, row)
+    if turned is None:
+        return ""
+    low, high = float(seen.trace.events["min"][turned]), float(seen.trace.events["max"][turned])
+    held = f"{low:.3g}" if low == high else f"from {low:.3g} to {high:.3g}"
+    return (
+        f"{seen.name(turned)}, positive in every step before, is {held} since the last update: a logarithm, a root or "
+        "a power of it is NaN."
+    )
+
+
+def _hidden(seen: Seen, row: int) -> str:
+    size = suspects.may_hide(seen, row) if seen.phase[row] == Phase.BACKWARD else None
+    if size is None:
+        return ""
+    return (
+        f"Forward read values up to {size:.3g}, of which exp is infinite: where() or a clamp may have hidden that from "
+        "the loss, but not from backward."
+    )
 
 
 def _labels(seen: Seen, row: int) -> str:
@@ -173,6 +202,11 @@ def _though(above: Sequence[int], what: str) -> str:
 
 
 def _gradient_reason(seen: Seen, row: int) -> str:
+    if seen.phase[row] != Phase.BACKWARD and not suspects.seen_after_backward(seen, row):
+        return (
+            f"The gradient of {seen.name(row)} is nonfinite where it was first seen, at the optimizer: no backward was "
+            "seen to write it, as with torch.func or a gradient set by hand. Backward, or code after it, made it."
+        )
     if seen.phase[row] != Phase.BACKWARD:
         return f"The gradient of {seen.name(row)} was finite after backward and is not where the optimizer reads it."
     if made_elsewhere(seen, row):
@@ -232,6 +266,12 @@ def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
     return "It reached no loss, gradient, parameter or buffer that was seen."
 
 
+def _unused(seen: Seen, status: Status, sink: int | None) -> str:
+    if status != "fault" or sink is None or seen.role[sink] != Role.OUTPUT:
+        return ""
+    return "No backward and no update were seen: whether anything used that output is not known."
+
+
 def _skip(seen: Seen, row: int, step: int) -> str:
     """What became of a step whose update a GradScaler skipped."""
     entry = next(entry for entry in seen.trace.steps if entry.get("step") == step)
@@ -268,7 +308,9 @@ def _gap(seen: Seen, row: int) -> str:
         name = named(call.module)
         hidden = f", nor what forward inside {name} may have hidden" if seen.phase[row] == Phase.BACKWARD else ""
         return f"Not seen: which op inside {name} made it{hidden}; a module trace holds no ops."
-    if suspects.came_in(seen, row) and not suspects.finite_batch(seen, row):
+    if suspects.came_in(seen, row) and suspects.finite_batch(seen, row):
+        return "Not seen: which code before the call made it, or which data it came from."
+    if suspects.came_in(seen, row):
         return "Not seen: whether the batch held it already or code before the call made it."
     unsure = suspects.model_unseen(seen, int(seen.step[row])) or differentiated_before(seen, row)
     return f"Not seen: which op{'' if unsure else ' outside the modules'} made it; a module trace holds no ops."
@@ -294,7 +336,10 @@ def as_mapping(seen: Seen, row: int) -> dict[str, Any]:
 def clean(seen: Seen) -> tuple[str, ...]:
     steps = len(np.unique(seen.step))
     said = f"None of the {len(seen.bad):,} tensors seen in {steps} step{'s' * (steps != 1)} holds a nonfinite value."
-    dies = "A value that dies inside a module is not seen by a module trace."
+    # What any module trace leaves out, in one sentence: most of those who read it have a healthy run.
+    stepped = bool((seen.phase == Phase.OPTIMIZER).any())
+    after = "code after the last optimizer step" if stepped else "code after backward"
+    dies = f"Not seen: a value that dies inside a module, settings of the optimizer, {after}."
     unseen = len(seen.bad) and any(suspects.model_unseen(seen, int(step)) for step in np.unique(seen.step))
     return (said, dies, suspects.unseen_words(seen)) if unseen else (said, dies)
 
@@ -341,10 +386,23 @@ def absorbed(seen: Seen, row: int) -> tuple[str, ...]:
 
 
 def poisoned_buffers(seen: Seen, sink: int) -> str:
+    return (
+        f"GradScaler skipped the update, but not the buffers that forward had written: {_buffers(seen, sink)} stayed "
+        "nonfinite."
+    )
+
+
+def written_buffers(seen: Seen, sink: int) -> str:
+    return (
+        f"No backward followed that forward, as when a check in the loop leaves the update out; {_buffers(seen, sink)} "
+        "kept what it had written."
+    )
+
+
+def _buffers(seen: Seen, sink: int) -> str:
     rows = seen.rows(int(seen.step[sink]), Role.BUFFER, phases=[Phase.UPDATE])
     names = [seen.name(int(row)) for row in rows if seen.bad[row] and not seen.mark[row]]
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"GradScaler skipped the update, but not the buffers that forward had written: {listed} stayed nonfinite."
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, status: Status) -> tuple[str, ...]:
@@ -361,23 +419,26 @@ def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, status:
             "Keep the running statistics of a step whose update is skipped: restore them, or normalise in float32."
         )
     if cause == "overflow":
-        narrow = f"; {name} in bfloat16 or float32 in place of {dtype}" if dtype == "float16" else ""
-        found.append(
-            f"The range of the inputs of {name} and of its weights{narrow}: which of them is large, since when."
-        )
+        read = f"the inputs and the weights of {name}" if call is not None else "what the loss is computed from"
+        found.append(f"Print the largest magnitude of {read}: which of them is large, and since which step?")
+        if dtype == "float16":
+            what = name if call is not None else "what follows the model, up to the loss,"
+            found.append(f"Run {what} in float32 (or bfloat16) and see whether the step stays finite.")
     elif cause == "nonfinite_learning_rate":
         found.append("Print the learning rate after each scheduler.step(): where does it become nonfinite?")
     elif suspects.came_in(seen, row) and not suspects.finite_batch(seen, row):
         found.append("Hand the batch to nantrace.trace(..., batch=batch): is it nonfinite before the model sees it?")
     elif stage == "optimizer":
-        found.append(f"The optimizer's eps and learning rate in {dtype}: eps below the dtype's smallest value is 0.")
+        found.append(f"Check the optimizer's eps and learning rate: an eps below the smallest {dtype} value is 0.")
     elif stage == "gradients":
-        found.append("What runs between backward and optimizer.step: unscale, clip, all-reduce.")
+        found.append(
+            "Print the gradients after each thing between backward and optimizer.step: unscale, clip, all-reduce."
+        )
     if suspects.takes_labels(seen, row):
-        found.append("How many labels count in each batch, (labels != -100).sum(): a mean over none of them is NaN.")
+        found.append("Print how many labels count, (labels != -100).sum(): a mean over none of them is NaN.")
     if call is not None and seen.nan[row] and "Attention" in seen.classes.get(call.module, ""):
-        found.append(f"Whether the mask given to {name} hides every key of a sample: softmax over such a row is NaN.")
-    found.append("Which op it was: `nantrace bisect FILE.py:step` replays the step down to it.")
+        found.append(f"Look for a sample of which the mask given to {name} hides every key: its softmax is NaN.")
+    found.append("Replay the step to find the op and its line: `nantrace bisect FILE.py:step`.")
     return tuple(found[:3])
 
 
@@ -386,9 +447,9 @@ def advice_for_state(seen: Seen, row: int) -> tuple[str, ...]:
     if role == Role.INPUT:
         place = index(seen.stats(row))
         sample = f", sample {place[0]} first" if place else ""
-        return (f"Where {name} is made{sample}: divisions, logs and missing values in the dataset.",)
+        return (f"Look where {name} is made{sample}: divisions, logs and missing values in the dataset.",)
     if role == Role.PARAM:
-        return (f"How {name} is initialised, and the checkpoint that it was loaded from.",)
+        return (f"Look at how {name} is initialised, and at the checkpoint that it was loaded from.",)
     if role == Role.STATE:
-        return (f"The optimizer state {name} in the checkpoint; the step that last wrote it.",)
-    return (f"Which step wrote {name}; reset it and trace the steps that write it.",)
+        return (f"Look at {name} in the checkpoint, and trace the step that last wrote it.",)
+    return (f"Reset {name} and trace the steps that write it: which one leaves it nonfinite?",)

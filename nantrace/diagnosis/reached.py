@@ -44,7 +44,8 @@ def reached(seen: Seen, row: int, step: int) -> str:
         rows = [r for number in steps for r in _kept(seen, number, role)]
         bad = {seen.name(r) for r in rows if r >= row and _is_damage(seen, r)}
         if bad:
-            parts.append(f"{len(bad)} of {len({seen.name(r) for r in rows})} {what}")
+            every = len({seen.name(r) for r in rows})
+            parts.append(f"{len(bad)} of {every} {what}" if every > 1 else f"the only {what.replace('s', '', 1)}")
     over = f" (steps {steps[0]} to {steps[-1]}, in which the optimizers take turns)" if len(steps) > 1 else ""
     return ", ".join(parts) + over if parts else ""
 

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
+import re
 
 import numpy as np
 
+from nantrace.diagnosis.backward import is_tame
 from nantrace.diagnosis.parents import enclosing, upwards
-from nantrace.diagnosis.seen import Call, Seen
-from nantrace.events import ModuleEntry, Role
+from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.events import ModuleEntry, Phase, Role
 
 #: Modules that hold others and are never called.
 _HOLDERS = ("ModuleDict", "ModuleList", "ParameterDict", "ParameterList")
 _IGNORED_LABEL = -100  # the default of `ignore_index` in PyTorch's cross entropy
 _MOST = 8
+#: PyTorch's modules that have weights: outside the model these are not looked at.
+_WEIGHTED = re.compile(
+    r"<(.*Linear|.*Conv(Transpose)?[123]d|.*Norm[123]?d?|Embedding.*|.*(RNN|LSTM|GRU).*|Bilinear|.*Transformer.*)>"
+)
 
 
 def region(seen: Seen, row: int) -> tuple[str, ...]:
@@ -101,3 +108,82 @@ def takes_labels(seen: Seen, row: int) -> bool:
         return False
     given = seen.rows(int(seen.step[row]), Role.INPUT)
     return bool(np.any(seen.trace.events["min"][given[given < row]] == _IGNORED_LABEL))
+
+
+def checked(seen: Seen) -> bool:
+    """Whether a training step without backward was left out by a check in the loop, and nothing broke it off.
+
+    Without an optimizer it may be inference, whose output is what it is for; an exception is no check.
+    """
+    known = seen.trace.meta.get("optimizers") or any(entry.get("attempted_total") for entry in seen.trace.steps)
+    return bool(known) and seen.trace.raised is None
+
+
+def left_out(seen: Seen, row: int) -> bool:
+    """Whether no gradient came to the outermost call around `row`, though one came to another call of that module."""
+    calls = seen.calls(int(seen.step[row]))
+    call = seen.call_of(row)
+    while call is not None and call.parent is not None:
+        call = calls[call.parent]
+    others = [c for step in np.unique(seen.step) for c in seen.calls(int(step)).values() if c.grad_outputs]
+    return call is not None and not call.grad_outputs and any(c.module == call.module for c in others)
+
+
+def seen_after_backward(seen: Seen, row: int) -> bool:
+    """Whether the gradient of `row` was looked at when backward had accumulated it, earlier in the step."""
+    rows = seen.rows(int(seen.step[row]), Role.GRAD, phases=[Phase.BACKWARD])
+    return any(r < row and seen.name(int(r)) == seen.name(row) for r in rows)
+
+
+def may_hide(seen: Seen, row: int) -> float | None:
+    """The largest magnitude that the forward behind a gradient read, if exp of it leaves the range of its dtype.
+
+    Such an infinity may have been clamped or masked away before anybody saw it, and backward trips over it: then it
+    was not born in backward. Linear maps hide nothing.
+    """
+    call = enclosing(seen, row)
+    if call is not None and (is_tame(seen, call) or call.children):
+        return None
+    if call is None:
+        calls = [c for c in seen.calls(int(seen.step[row])).values() if c.parent is None and not c.foreign]
+        read = [r for each in calls for r in each.outputs]
+    else:
+        read = list(call.inputs)
+    for r in read:
+        size, largest = seen.absmax(r), LARGEST.get(seen.site(r).dtype)
+        if r < row and largest is not None and size > math.log(largest):
+            return size
+    return None
+
+
+def weights_unseen(seen: Seen, row: int) -> bool:
+    """Whether a module outside the model, of a kind that has weights, put out what its inputs do not explain."""
+    call = enclosing(seen, row)
+    return call is not None and bool(_WEIGHTED.fullmatch(call.module))
+
+
+def turned_negative(seen: Seen, row: int) -> int | None:
+    """The row of a parameter that an update made negative for the first time, in the module whose own code made NaN."""
+    call, step = enclosing(seen, row), int(seen.step[row])
+    if call is None or not seen.nan[row]:
+        return None
+    low = seen.trace.events["min"]
+    for now in seen.rows(step, Role.PARAM, phases=[Phase.FORWARD]):
+        if seen.site(int(now)).module != call.module or not low[now] < 0 or now > row:
+            continue
+        rows = seen.rows_of_name[int(Role.PARAM), seen.name(int(now))]
+        before = rows[(rows < now) & ((seen.step[rows] < step - 1) | (seen.phase[rows] == Phase.FORWARD))]
+        if before.size and (low[before] > 0).all():
+            return int(now)
+    return None
+
+
+def may_be_data(seen: Seen, row: int) -> bool:
+    """Whether the first argument that a module's own code hands on may be data that it took from elsewhere.
+
+    Nothing that it was given, or got from a module inside, need be in it.
+    """
+    call, around = seen.call_of(row), enclosing(seen, row)
+    if seen.role[row] != Role.INPUT or call is None or around is None:
+        return False
+    return around.children[:1] == (call.key,)

@@ -16,7 +16,7 @@ def sentence(verdict: Verdict, path: str | None = None) -> str:
         path: of the trace file, if there is one.
     """
     where = "print(nantrace.report(tracer.trace))" if path is None else f"nantrace report {shlex.quote(path)}"
-    if verdict.origin is not None and verdict.origin.dtype is None and verdict.evidence:
+    if verdict.origin is not None and verdict.origin.dtype is None and verdict.stage is None and verdict.evidence:
         return harmless(f"{verdict.evidence[0]} See: {where}")  # told by the ledger, which knows no first tensor
     found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict.origin)}"
     stage = verdict.stage if verdict.origin is None or verdict.stage != verdict.origin.phase else None  # said already

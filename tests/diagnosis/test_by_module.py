@@ -37,7 +37,7 @@ def test_a_finite_trace_is_clean_and_says_how_much_was_seen() -> None:
     verdict = judge(written)
     assert verdict.status == "clean" and verdict.origin is None
     assert "None of the 3 tensors" in said(verdict)
-    assert "inside a module is not seen" in said(verdict)
+    assert "Not seen: a value that dies inside a module" in said(verdict)
 
 
 def test_the_deepest_module_with_finite_inputs_and_a_nonfinite_output_is_named() -> None:
@@ -243,7 +243,7 @@ def test_in_backward_the_module_between_a_finite_and_a_nonfinite_gradient_is_nam
     verdict = judge(written)
     assert (verdict.status, verdict.stage) == ("fault", "backward")
     assert verdict.origin is not None and verdict.origin.module == "dist"
-    assert "1 of 1 gradients, 1 of 1 parameters after the update" in said(verdict)
+    assert "the only gradient, the only parameter after the update" in said(verdict)
 
 
 def test_a_tensor_with_a_linear_and_a_wild_reader_blames_the_wild_one() -> None:
