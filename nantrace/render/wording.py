@@ -112,7 +112,7 @@ def facts_of(origin: Origin) -> list[str]:
         shown = ", ".join(str(sample) for sample in origin.samples[:12])
         facts.append(f"samples of the batch: {shown}{', ...' if len(origin.samples) > 12 else ''}")
     for operand in origin.inputs[:_OPERANDS]:
-        facts.append(_operand(operand))
+        facts.append(_operand(operand, origin.op))
     if len(origin.inputs) > _OPERANDS:
         facts.append(f"and {plural(len(origin.inputs) - _OPERANDS, 'more input')}")
     return facts
@@ -127,8 +127,12 @@ def _held(stats: Any, first: tuple[int, ...] | None) -> str:
     return f"{held or 'no nonfinite elements'} of {_field(stats, 'numel'):,} elements{where}"
 
 
-def _operand(operand: Any) -> str:
-    names = [name for name in (_field(operand, "name"), _field(operand, "tensor")) if name]
+def _operand(operand: Any, op: str | None) -> str:
+    from nantrace.diagnosis.causes.roles import role  # brings all causes with it
+
+    argument = _field(operand, "name")
+    argument = role(op, argument) if op and argument else argument
+    names = [name for name in (argument, _field(operand, "tensor")) if name]
     name = " = ".join(dict.fromkeys(names)) or "input"
     span = _span(_field(operand, "min"), _field(operand, "max"), _field(operand, "shape"))
     kinds = [(_field(operand, "nan"), "nan"), (_field(operand, "posinf"), "+inf"), (_field(operand, "neginf"), "-inf")]
@@ -153,7 +157,7 @@ def told_by_numbers(origin: Origin | None) -> set[str]:
         return set()
     from nantrace.diagnosis.causes.wording import counts, put_out, read  # brings all causes with it
 
-    told = {read(operand) for operand in origin.inputs[:_OPERANDS] if isinstance(operand, Operand)}
+    told = {read(operand, origin.op) for operand in origin.inputs[:_OPERANDS] if isinstance(operand, Operand)}
     output = origin.output
     if isinstance(output, TensorStats):
         bad = counts(output.nan, output.posinf, output.neginf)

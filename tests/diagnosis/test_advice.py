@@ -79,7 +79,9 @@ def test_rows_that_a_mask_hides_entirely_are_counted_by_the_nan_that_came_out() 
     scores = operand("self", -1, 1, (4, 4, 4), neginf=40)
     born = event(op="aten._softmax", kind="nan", nan=32, posinf=0, shape=(4, 4, 4), operands=(scores,))
     found = explained(dataclasses.replace(born, scalars={"dim": -1}))
-    assert found.evidence[0].startswith("8 of 16 rows of self held nothing but -inf")
+    assert found.evidence[0].startswith(
+        "In aten._softmax in block.3.wo, 8 of 16 rows of the input held nothing but -inf"
+    )
     assert "(scores == -inf).all(-1).nonzero()" in found.advice[0]
 
 
@@ -135,7 +137,7 @@ def test_a_recomputation_that_fails_alone_points_at_what_changed() -> None:
     born = dataclasses.replace(DIVISION, phase="recompute", operands=(operand("self", 1, 1, ()), bottom), shape=())
     found = explained(born)
     assert "in the forward itself this op stayed finite" in found.evidence[0]
-    assert found.advice[0].startswith("Print balance.left at model.py:41 in forward in the forward and again")
+    assert found.advice[0].startswith("Print balance.left before model.py:41 in forward, in the forward and again")
     both = Lineage(events=[dataclasses.replace(born, phase="forward"), dataclasses.replace(born, id=2)])
     assert "stayed finite" not in " ".join(explain(both, both.events[1]).evidence)
 
@@ -179,9 +181,9 @@ def test_kinds_of_nonfinite_elements_are_listed(given: tuple[int, int, int], sai
 
 
 def test_zeros_are_counted_where_the_range_does_not_say_them() -> None:
-    assert described(operand("self", 0, 0, zero=2)).endswith("was finite, all 0")
-    assert described(operand("self", 0, 1, zero=1)).endswith("from 0 to 1 with 1 zero")
-    assert described(operand("self", 0, 1, zero=3, dtype="complex64")).endswith("with 3 zero parts")
+    assert described(operand("self", 0, 0, zero=2), None).endswith("was finite, all 0")
+    assert described(operand("self", 0, 1, zero=1), None).endswith("from 0 to 1 with 1 zero")
+    assert described(operand("self", 0, 1, zero=3, dtype="complex64"), None).endswith("with 3 zero parts")
 
 
 def test_a_single_element_is_not_counted() -> None:
@@ -199,3 +201,47 @@ def test_a_deviation_of_one_element_is_not_mended_by_its_correction() -> None:
     one = operand("self", 1, 1, (2, 1))
     found = explained(event(op="aten.std", kind="nan", nan=2, posinf=0, dtype="float32", operands=(one,)))
     assert found.cause == "single_element_std" and not found.advice[0].startswith("Call it with correction=0")
+
+
+# ---------------------------------------------------------------------------------------------- what can be done there
+def test_a_scalar_parameter_is_to_be_followed_over_the_steps_since_nothing_computed_it() -> None:
+    sigma = operand("self", -0.98, -0.98, (), tensor="sigma")
+    found = explained(event(op="aten.log", kind="nan", nan=1, posinf=0, shape=(), operands=(sigma,), dtype="float32"))
+    assert found.advice[0] == "Print sigma in this step and in those before: since when, and why, is it below 0?"
+    assert "after each update" in found.advice[1] and len(found.advice) == 2
+
+
+def test_only_probabilities_are_advised_to_become_logits() -> None:
+    for op, low in (("aten.log", 0.0), ("aten.log1p", -1.0)):
+        born = event(op=op, posinf=0, neginf=4, shape=(4,), operands=(operand("self", low, low, (4,), zero=4),))
+        assert ("log_softmax" in advice(explained(born))) is (op == "aten.log")
+
+
+def test_an_update_that_overflowed_is_not_sent_to_modules_or_to_another_dtype() -> None:
+    moment = event(op="aten.add_", phase="optimizer", module=None, node=None, dtype="float32", operands=())
+    found = explained(moment)
+    assert "gradient just before" in found.advice[0] and "Clip the gradient norm" in found.advice[1]
+    assert "module" not in advice(found) and "float64" not in advice(found)
+
+
+def test_a_loss_that_its_scale_made_infinite_is_finite_at_a_smaller_scale() -> None:
+    loss = operand("self", 3.39e34, 3.39e34, (), dtype="float32")
+    scale = operand("other", 65536.0, 65536.0, (), dtype="float32")
+    born = event(op="aten.mul", phase="loss", module=None, shape=(), posinf=1, operands=(loss, scale), dtype="float32")
+    found = explained(born, skipped_iterations=[1])
+    assert any("a smaller scale keeps it finite" in fact for fact in found.evidence)
+    assert not any("no scale makes it finite" in fact for fact in found.evidence)
+
+
+def test_a_hook_that_divides_is_not_told_of_a_forward_division() -> None:
+    top, bottom = operand("self", 0, 0, (4,), zero=4), operand("other", 0, 0, (), zero=1)
+    hook = event(op="aten.div", kind="nan", nan=4, posinf=0, node="TanhBackward0", operands=(top, bottom), shape=(4,))
+    assert "forward division" not in advice(explained(hook))
+    own = dataclasses.replace(hook, node="DivBackward0")
+    assert "forward division" in advice(explained(own))
+
+
+def test_a_row_of_zeros_explains_a_weight_norm_of_nan() -> None:
+    rows, size = operand("v", -1, 1, (2, 3), zero=3), operand("g", 0, 1, (2, 1), zero=1)
+    born = event(op="aten._weight_norm_interface", kind="nan", nan=3, posinf=0, shape=(2, 3), operands=(rows, size))
+    assert explained(born).cause == "zero_over_zero"

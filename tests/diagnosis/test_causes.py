@@ -85,8 +85,8 @@ def test_an_overflow_states_the_bound_and_names_the_weight() -> None:
     assert found.evidence == (
         "Each element sums 32 products of up to 80 x 100, which may reach 256,000, against 65,504, the largest float16 "
         "value.",
-        "Input self (float16, 2x32) was finite, from -80 to 80.",
-        "Input mat2 (block.3.wo.weight) (float16, 32x3) was finite, from -100 to 90.",
+        "The left matrix (float16, 2x32) was finite, from -80 to 80.",
+        "block.3.wo.weight (float16, 32x3) was finite, from -100 to 90.",
         "aten.mm put out 6 +inf among 6 elements (float16).",
     )
     assert found.advice[0] == "Run block.3.wo in float32 and compare its largest magnitude with 65,504."
@@ -153,7 +153,10 @@ def test_an_inplace_list_op_is_explained_like_the_op_itself() -> None:
     top = Operand("self[3]", "float32", (2,), 0, 0, 0, 1.0, 1.0)
     bottom = Operand("other[3]", "float32", (2,), 0, 0, 0, 0.0, 3.0, zero=1)
     found = explained(event(op="aten._foreach_div_", dtype="float32", operands=(top, bottom)))
-    assert found.cause == "division_by_zero" and "other[3] held 1 zero among 2 elements" in found.evidence[0]
+    assert (
+        found.cause == "division_by_zero"
+        and "its divisor (tensor 3 of the list) held 1 zero among 2 elements" in found.evidence[0]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ before the step

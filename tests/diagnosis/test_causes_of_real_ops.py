@@ -51,15 +51,15 @@ FORWARD: dict[str, tuple[Callable[[], object], str, str]] = {
     "sqrt -1": (lambda: T([-1e-7, 1.0]).sqrt(), "sqrt_of_negative", "from -1e-07 to 1"),
     "rsqrt 0": (lambda: T([0.0, 1.0]).rsqrt(), "sqrt_at_zero", "1 zero among 2 elements"),
     "0 ** -0.5": (lambda: T([0.0, 1.0]) ** -0.5, "division_by_zero", "0 to the power -0.5 is infinite"),
-    "(-1) ** 1.5": (lambda: T([-1.0, 1.0]) ** 1.5, "power_of_negative", "Input exponent was 1.5"),
-    "1 / 0": (lambda: T([1.0, 1.0]) / T([0.0, 2.0]), "division_by_zero", "other held 1 zero among 2 elements"),
-    "0 / 0": (lambda: T([0.0, 1.0]) / T([0.0, 2.0]), "zero_over_zero", "other held 1 zero among 2 elements"),
+    "(-1) ** 1.5": (lambda: T([-1.0, 1.0]) ** 1.5, "power_of_negative", "The exponent was 1.5"),
+    "1 / 0": (lambda: T([1.0, 1.0]) / T([0.0, 2.0]), "division_by_zero", "divisor held 1 zero among 2 elements"),
+    "0 / 0": (lambda: T([0.0, 1.0]) / T([0.0, 2.0]), "zero_over_zero", "divisor held 1 zero among 2 elements"),
     "0 / 0 half": (lambda: half(0) / half(0), "zero_over_zero", "a number up to 2.98e-08 becomes 0"),
     "inf / inf": (lambda: T([INF, 1.0]) / T([INF, 2.0]), "inf_over_inf", "held 1 +inf"),
-    "x % 0": (lambda: T([1.0]) % T([0.0]), "division_by_zero", "held 1 zero"),
+    "x % 0": (lambda: T([1.0]) % T([0.0]), "division_by_zero", "its divisor was 0"),
     "inf % 2": (lambda: T([INF]) % 2.0, "function_of_inf", "held 1 +inf"),
     "sin inf": (lambda: T([INF]).sin(), "function_of_inf", "held 1 +inf"),
-    "0 * inf": (lambda: T([0.0, 1.0]) * -INF, "zero_times_inf", "other was -inf"),
+    "0 * inf": (lambda: T([0.0, 1.0]) * -INF, "zero_times_inf", "The second factor was -inf"),
     "inf - inf": (lambda: T([INF, 1.0]) - T([INF, 2.0]), "inf_minus_inf", "held 1 +inf"),
     "sum of infs": (lambda: T([INF, -INF]).sum(), "inf_minus_inf", "held 1 +inf and 1 -inf"),
     "matmul 0 inf": (lambda: T([[0.0, 1.0]]) @ T([[INF], [1.0]]), "zero_times_inf", "with 1 zero"),
@@ -72,7 +72,7 @@ FORWARD: dict[str, tuple[Callable[[], object], str, str]] = {
     "softmax": (
         lambda: T([[-INF, -INF], [0.0, -INF]]).softmax(1),
         "all_masked_row",
-        "1 of 2 rows of self held nothing but -inf",
+        "1 of 2 rows of the input held nothing but -inf",
     ),
     "log_softmax": (lambda: T([-INF, -INF]).log_softmax(0), "all_masked_row", "2 -inf among 2"),
     "softmax +inf": (lambda: T([INF, 0.0]).softmax(0), "inf_minus_inf", "inf - inf"),
@@ -106,7 +106,7 @@ FORWARD: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "xlogy": (lambda: torch.xlogy(T([1.0]), T([0.0])), "log_of_zero", "1 element of its input had that value"),
     "inverse": (lambda: torch.linalg.inv_ex(torch.ones(2, 2)), "singular_matrix", "all 1"),
-    "slogdet": (lambda: torch.slogdet(torch.ones(2, 2)), "singular_matrix", "pivots of A"),
+    "slogdet": (lambda: torch.slogdet(torch.ones(2, 2)), "singular_matrix", "pivots of the matrix"),
 }
 
 

@@ -141,7 +141,7 @@ def test_an_op_level_verdict_shows_op_node_line_operands_samples_and_replays() -
     shown = text(None, bisected())
     assert "aten.div   node SqrtBackward0" in shown.replace("\n    ", "   ")
     assert "at model.py:41 in forward" in shown
-    assert "read self: float32 [2, 1], 0 to 1.5, 1 zero" in shown
+    assert "read numerator: float32 [2, 1], 0 to 1.5, 1 zero" in shown
     assert "samples of the batch: 1" in shown
     assert "Also: backward, unit, aten.mul, node PowBackward0, float32." in shown
     assert "3 replays." in shown
@@ -166,7 +166,7 @@ def test_the_way_from_an_op_to_its_sink_is_told_module_by_module() -> None:
 
 def test_numbers_that_the_operands_show_are_not_said_again() -> None:
     verdict = bisected()
-    read = "Input self (float32, 2x1) was finite, from 0 to 1.5 with 1 zero."
+    read = "The numerator (float32, 2x1) was finite, from 0 to 1.5 with 1 zero."
     made = "aten.div put out 1 NaN among 2 elements (float32)."
     more = dataclasses.replace(verdict, evidence=("0/0.", read, made, "Input self was odd.", "Reached."))
     assert text(None, more) == text(
@@ -175,12 +175,12 @@ def test_numbers_that_the_operands_show_are_not_said_again() -> None:
     assert read not in text(None, more) and "odd" in text(None, more)
 
 
-def test_operands_are_named_by_argument_and_tensor_and_one_value_is_said_once() -> None:
+def test_operands_are_named_by_what_they_are_and_by_tensor_and_one_value_is_said_once() -> None:
     weight = Operand("mat2", "float16", (32, 8), 0, 0, 0, 100.0, 100.0, tensor="head.weight")
     bias = Operand("self", "float16", (8,), 0, 0, 0, 0.0, 0.0, zero=8)
     shown = shown_lines(dataclasses.replace(bisected(), origin=Origin(op="aten.addmm", inputs=(weight, bias))))
-    assert "read mat2 = head.weight: float16 [32, 8], all 100" in shown
-    assert "read self: float16 [8], all 0" in shown
+    assert "read right matrix = head.weight: float16 [32, 8], all 100" in shown
+    assert "read addend: float16 [8], all 0" in shown
 
 
 def test_a_tensor_that_was_bad_from_the_start_has_no_phase() -> None:

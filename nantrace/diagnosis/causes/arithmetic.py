@@ -19,6 +19,7 @@ from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import (
     called,
     figure,
+    held_zeros,
     label,
     limit,
     line,
@@ -26,7 +27,6 @@ from nantrace.diagnosis.causes.wording import (
     place,
     read,
     span,
-    zeros,
 )
 from nantrace.lineage import Lineage, Operand, OpEvent
 
@@ -51,16 +51,16 @@ def beyond_bound(event: OpEvent, bound: float | None, fact: str, *operands: Oper
     else:
         fact = f"All that {place(event)} read was finite; what came out went above {limit(event.dtype)}."
     known = [operand for operand in operands if operand is not None]
-    ranges = tuple(read(operand) for operand in known)
+    ranges = tuple(read(operand, event.op) for operand in known)
     biggest = max(known, key=lambda operand: absmax(operand) or 0.0, default=None)
     return overflowed(event, fact, *ranges, operand=biggest)
 
 
 def met_infinity(event: OpEvent, cause: str, fact: str, *operands: Operand | None) -> Explanation:
     """The explanation of a NaN that an op made of infinities."""
-    held = tuple(read(operand) for operand in operands if operand is not None)
+    held = tuple(read(operand, event.op) for operand in operands if operand is not None)
     guilty = next((operand for operand in operands if has_inf(operand)), None)
-    name = guilty.tensor or f"input {guilty.name}" if guilty is not None else "the infinite input"
+    name = label(guilty, event.op) if guilty is not None else "the infinite input"
     if guilty is not None and guilty.dtype == "number":
         return Explanation(cause, (fact, *held, outcome(event)), (_without_the_literal(event),))
     advice = (
@@ -156,10 +156,10 @@ def quotient(event: OpEvent, top: Operand | None, bottom: Operand | None) -> Exp
         return Explanation(found.cause, found.evidence + extra, found.advice)
     if has_zero(top) is False or has_zero(bottom) is False:
         return None
-    fact = f"{place(event)} divided 0 by 0: its divisor {label(bottom)} held {zeros(bottom)}."
+    fact = f"{place(event)} divided 0 by 0: {called(bottom, 'its divisor')} {held_zeros(bottom)}."
     return Explanation(
         "zero_over_zero",
-        (fact, read(top), *lost_eps(event), outcome(event)),
+        (fact, read(top, event.op), *lost_eps(event), outcome(event)),
         _zero_checks(event, bottom),
     )
 
@@ -168,8 +168,8 @@ def _infinite_quotient(event: OpEvent, top: Operand | None, bottom: Operand | No
     if bottom is None or has_zero(bottom) is None:
         return None
     if has_zero(bottom):
-        fact = f"{place(event)} divided by 0: its divisor {label(bottom)} held {zeros(bottom)}."
-        ranges = () if top is None else (read(top),)
+        fact = f"{place(event)} divided by 0: {called(bottom, 'its divisor')} {held_zeros(bottom)}."
+        ranges = () if top is None else (read(top, event.op),)
         return Explanation(
             "division_by_zero", (fact, *ranges, *lost_eps(event), outcome(event)), _zero_checks(event, bottom)
         )
@@ -203,7 +203,7 @@ def _zero_checks(event: OpEvent, bottom: Operand) -> tuple[str, ...]:
         if is_narrow(event.dtype)
         else f"Keep {divisor} at least 1e-6 away from 0 at {line(event)} and see whether the step stays finite."
     )
-    if node_function(event):
+    if node_function(event) in ("Div", "TrueDivide", "Reciprocal"):  # else a hook or a function of the user divides
         last = guarded_division(event)
     return locate(event, divisor, "is 0", bottom), last, without_samples(event)
 
@@ -225,7 +225,7 @@ def remainder(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return met_infinity(event, "function_of_inf", f"{place(event)} has no value at an infinity.", top)
     if bottom is None or has_zero(bottom) is not True:
         return quotient(event, top, bottom) if event.kind == "inf" else None
-    fact = f"{place(event)} divided by 0: its divisor {label(bottom)} held {zeros(bottom)}."
+    fact = f"{place(event)} divided by 0: {called(bottom, 'its divisor')} {held_zeros(bottom)}."
     return Explanation("division_by_zero", (fact, outcome(event)), _zero_checks(event, bottom))
 
 
@@ -240,10 +240,10 @@ def cast(lineage: Lineage, event: OpEvent) -> Explanation | None:
         f"{place(event)} turned {source.dtype} into {event.dtype}; the values reached {figure(reach)}, "
         f"above {limit(event.dtype)}."
     )
-    rest = f"It went {span(source)}." if span(source).startswith("from ") else ""
-    what = "the gradient" if in_backward(event) and not source.tensor else label(source)
+    rest = f"The values went {span(source)}." if span(source).startswith("from ") else ""
+    keep = f"Keep {label(source, event.op)} in {source.dtype} at {line(event)} and see whether the step stays finite."
     advice = (
-        f"Keep {what} in {source.dtype} at {line(event)} and see whether the step stays finite.",
+        *(() if in_backward(event) else (keep,)),  # there autocast does it, not a line of the user
         *range_checks(event, source)[1:],
     )
     return Explanation("cast_overflow", tuple(filter(None, (fact, rest, outcome(event)))), advice)

@@ -10,11 +10,17 @@ from nantrace.diagnosis.causes.wording import figure, limit, line, spot
 from nantrace.lineage import Operand, OpEvent
 
 #: How the advice to look for the source of a magnitude begins.
-SEARCHES = ("Print the largest magnitude of each module", "Compare the largest magnitude of")
+SEARCHES = (
+    "Print the largest magnitude of each module",
+    "Print the largest magnitude of the model",
+    "Compare the largest magnitude of",
+)
 
 
 def in_wider(event: OpEvent) -> str:
     """Repeat in a wider dtype and compare with the limit of the narrow one."""
+    if event.phase == "optimizer":
+        return f"Print the largest magnitude of each gradient just before {line(event)}: which of them is large?"
     what = f"the forward of {spot(event)}, and so its backward," if in_backward(event) else spot(event)
     top = largest(event.dtype)
     against = figure(top) if top is not None else "the values here"
@@ -35,11 +41,15 @@ def follow_magnitude(event: OpEvent, operand: Operand | None) -> str:
     if operand is not None and operand.tensor and operand.min is not None and operand.max is not None:
         reach = figure(max(abs(operand.min), abs(operand.max)))
         return f"Compare the largest magnitude of {operand.tensor}, here {reach}, with that of a step that works."
-    return f"Print the largest magnitude of each module's output up to {line(event)}: where does it start to grow?"
+    what = "the model's output and of each tensor after it," if event.module is None else "each module's output"
+    return f"Print the largest magnitude of {what} up to {line(event)}: where does it start to grow?"
 
 
 def range_checks(event: OpEvent, operand: Operand | None = None) -> tuple[str, ...]:
     """The checks for a value beyond the dtype's range."""
+    if event.phase == "optimizer":
+        clipped = "Clip the gradient norm to 1 before the update and see whether moments and parameters stay finite."
+        return in_wider(event), clipped
     follow = follow_magnitude(event, operand)
     if some_samples(event):
         return in_wider(event), without_samples(event), follow
@@ -50,7 +60,10 @@ def locate(event: OpEvent, what: str, condition: str, operand: Operand | None = 
     """Print the elements that meet a condition, just before the op; of a single element, where it came from."""
     before = f"just before {event.op or 'the op'} at {line(event)}"
     if operand is not None and operand.dtype != "number" and math.prod(operand.shape) == 1:
-        return f"Print {what} {before}, and what it is made of: why {condition.replace('is', 'is it', 1)}?"
+        why = condition.replace("is", "is it", 1)
+        if operand.tensor:  # nothing in the step computed it
+            return f"Print {operand.tensor} in this step and in those before: since when, and why, {why}?"
+        return f"Print {what} {before}, and what it is made of: why {why}?"
     return f"Print the indices where {what} {condition} {before}."
 
 

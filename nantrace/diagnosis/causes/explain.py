@@ -19,7 +19,7 @@ from nantrace.diagnosis.causes import (
 from nantrace.diagnosis.causes.checks import in_wider
 from nantrace.diagnosis.causes.gradients import NODES
 from nantrace.diagnosis.causes.messengers import with_messengers
-from nantrace.diagnosis.causes.reading import argument, has_inf, node_function, operation, sources
+from nantrace.diagnosis.causes.reading import argument, has_inf, in_backward, node_function, operation, sources
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import counts, line, outcome, place, read
 from nantrace.lineage import Lineage, OpEvent
@@ -70,6 +70,7 @@ OPS: dict[str, Rule] = _table(
         normalization.normalization,
         "native_group_norm _fused_rms_norm rms_norm miopen_batch_norm _batch_norm_with_update",
     ),
+    (normalization.weight_norm, "_weight_norm_interface _weight_norm"),
     (normalization.normalization_backward, "native_layer_norm_backward native_batch_norm_backward"),
     (normalization.normalization_backward, "native_group_norm_backward _fused_rms_norm_backward"),
     (normalization.normalization_backward, "cudnn_batch_norm_backward batch_norm_backward"),
@@ -158,13 +159,15 @@ def _named(source: OpEvent) -> str:
 def _unknown(lineage: Lineage, event: OpEvent) -> Explanation:
     """What is known without a cause, and what is not."""
     if event.operands:
-        known = tuple(read(operand) for operand in event.operands[:4])
+        known = tuple(read(operand, event.op) for operand in event.operands[:4])
         missing = f"These numbers do not tell why {place(event)} put out nonfinite values."
     else:
         known = ("All that it read was finite.",) if event.kind == "inf" else ()
         missing = f"The operands of {place(event)} were not recorded, so the cause is not known."
     advice = (
-        f"Print the smallest and largest value of each input of {event.op or 'the op'} at {line(event)}.",
+        f"Print the smallest and largest value of each tensor that {line(event)} reads, and of each gradient there."
+        if in_backward(event)
+        else f"Print the smallest and largest value of each tensor that {line(event)} reads.",
         in_wider(event),
     )
     return Explanation("unknown", (outcome(event), *known, missing), advice)

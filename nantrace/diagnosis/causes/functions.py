@@ -25,6 +25,7 @@ from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import (
     called,
     figure,
+    held_zeros,
     label,
     limit,
     line,
@@ -32,7 +33,7 @@ from nantrace.diagnosis.causes.wording import (
     place,
     plural,
     read,
-    zeros,
+    sentence,
 )
 from nantrace.lineage import Lineage, Operand, OpEvent
 
@@ -79,17 +80,21 @@ def _log_at_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explan
     name = called(operand)
     count = plural(event.neginf + event.posinf, "element")
     fact = f"{place(event)} is infinite at {figure(edge)}, and {count} of its input had that value."
-    known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
-    given = operand is not None and operand.tensor is not None  # it was there before, nothing computed it
-    advice = (
-        locate(event, name, f"is {figure(edge)}", operand),
-        f"Keep {operand.tensor} a little above {figure(edge)} where it is prepared, and compare."
-        if given and operand is not None
-        else f"If the input is a softmax or a sigmoid, take log_softmax or logsigmoid of the logits at {line(event)} "
-        "and compare.",
-        guard_before(event, operation(event), "1", f"x > {figure(edge)}"),
-    )
+    known = (read(operand, event.op),) if operand is not None else ("The values of its input were not recorded.",)
+    advice = (locate(event, name, f"is {figure(edge)}", operand), *_away_from(event, operand, edge))
     return Explanation("log_of_zero", (fact, *known, *lost_eps(event), outcome(event)), advice)
+
+
+def _away_from(event: OpEvent, operand: Operand | None, edge: float) -> tuple[str, ...]:
+    """How to keep the input of a logarithm off the edge: log1p and complex numbers take no probabilities."""
+    whole = event.dtype.startswith("complex")
+    guard = guard_before(event, operation(event), "1", "x != 0" if whole else f"x > {figure(edge)}")
+    if operand is not None and operand.tensor is not None:  # it was there before, nothing computed it
+        return f"Keep {operand.tensor} a little above {figure(edge)} where it is prepared, and compare.", guard
+    if edge or whole:
+        return (guard,)
+    stable = "If the input is a softmax or a sigmoid, take log_softmax or logsigmoid of the logits"
+    return f"{stable} at {line(event)} and compare.", guard
 
 
 def _log_below_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explanation | None:
@@ -97,12 +102,15 @@ def _log_below_edge(event: OpEvent, operand: Operand | None, edge: float) -> Exp
         return None
     name = called(operand)
     fact = f"{place(event)} needs values above {figure(edge)}; below it the result is NaN."
-    known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
+    known = (read(operand, event.op),) if operand is not None else ("The values of its input were not recorded.",)
     advice = (
-        locate(event, name, f"is below {figure(edge)}"),
+        locate(event, name, f"is below {figure(edge)}", operand),
         f"Print the smallest value of each factor that {name} is made of, before {line(event)}: which one leaves its "
-        "range?",
-        without_samples(event),
+        "range?"
+        if operand is None or not operand.tensor
+        else f"Keep {operand.tensor} above {figure(edge)}: clamp it where it is made or after each update, or learn "
+        "its logarithm.",
+        *(() if operand is not None and operand.tensor and elements(operand) == 1 else (without_samples(event),)),
     )
     return Explanation("log_of_negative", (fact, *known, outcome(event)), advice)
 
@@ -116,10 +124,10 @@ def square_root(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return None
     if operand is not None and not has_negative(operand):
         return None
-    known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
+    known = (read(operand, event.op),) if operand is not None else ("The values of its input were not recorded.",)
     name = called(operand)
     advice = (
-        locate(event, name, "is negative"),
+        locate(event, name, "is negative", operand),
         f"Compute {name} in float64 before {line(event)}: if it is not negative there, it is a rounding error of a "
         "difference.",
         without_samples(event),
@@ -133,9 +141,9 @@ def _root_at_zero(event: OpEvent, operand: Operand | None) -> Explanation | None
         return None
     name = called(operand)
     fact = f"{place(event)} is 1 / sqrt(x), infinite at 0."
-    held = f"Input {name} held {zeros(operand)}." if operand is not None else "Its input was not recorded."
+    held = f"{sentence(name)} {held_zeros(operand)}." if operand is not None else "Its input was not recorded."
     advice = (
-        locate(event, name, "is 0"),
+        locate(event, name, "is 0", operand),
         f"Add 1e-6 inside the root at {line(event)} and compare.",
         without_samples(event),
     )
@@ -176,32 +184,34 @@ def _fractional(event: OpEvent, base: Operand, exponent: Operand) -> Explanation
         return None
     fact = f"{place(event)} raised a negative number to a fractional power, which is NaN."
     advice = (
-        locate(event, called(base), "is negative"),
+        locate(event, called(base), "is negative", base),
         f"Take abs() or clamp {called(base)} at 0 at {line(event)} and compare.",
         without_samples(event),
     )
-    return Explanation("power_of_negative", (fact, read(base), read(exponent), outcome(event)), advice)
+    return Explanation(
+        "power_of_negative", (fact, read(base, event.op), read(exponent, event.op), outcome(event)), advice
+    )
 
 
 def _negative_power_of_zero(event: OpEvent, base: Operand, exponent: Operand) -> Explanation | None:
     if has_zero(base) is None:
         return None
     lowest = exponent.min or 0.0
-    held = f"Input {label(base)} held {zeros(base)}; 0 to the power {figure(lowest)} is infinite."
+    held = f"{sentence(label(base, event.op))} {held_zeros(base)}; 0 to the power {figure(lowest)} is infinite."
     if in_backward(event) and node_function(event) == "Pow" and -1 < lowest < 0:
         fact = f"The gradient of x ** {figure(lowest + 1)} is infinite at x = 0."
         advice = (
-            locate(event, called(base), "is 0"),
+            locate(event, called(base), "is 0", base),
             guard_before(event, f"the power {figure(lowest + 1)}", "1", "x > 0"),
             without_samples(event),
         )
-        return Explanation("sqrt_at_zero", (fact, held, read(base), outcome(event)), advice)
+        return Explanation("sqrt_at_zero", (fact, held, read(base, event.op), outcome(event)), advice)
     advice = (
-        locate(event, called(base), "is 0"),
+        locate(event, called(base), "is 0", base),
         f"Clamp {called(base)} at a small positive value at {line(event)} and compare.",
         without_samples(event),
     )
-    return Explanation("division_by_zero", (held, read(base), *lost_eps(event), outcome(event)), advice)
+    return Explanation("division_by_zero", (held, read(base, event.op), *lost_eps(event), outcome(event)), advice)
 
 
 def exponential(lineage: Lineage, event: OpEvent) -> Explanation | None:
@@ -214,7 +224,7 @@ def exponential(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if top is None:
         return None
     edge = _LARGEST_ARGUMENT[op](top)
-    known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
+    known = (read(operand, event.op),) if operand is not None else ("The values of its input were not recorded.",)
     if operand is not None and (reach is None or reach < edge * 0.99):
         return None
     reached = f"; the input reached {figure(reach)}" if reach is not None else ""
@@ -239,7 +249,7 @@ def bounded(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return None
     if operand is not None and not _outside(operand, low, high):
         return None
-    known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
+    known = (read(operand, event.op),) if operand is not None else ("The values of its input were not recorded.",)
     name = called(operand)
     fact = f"{place(event)} takes values {domain}; outside, the result is NaN."
     advice = (
@@ -261,7 +271,7 @@ def _at_edge(event: OpEvent, operand: Operand | None, edges: tuple[float, ...], 
         return None
     where = " and ".join(figure(edge) for edge in touched or edges)
     fact = f"{op}(x) is infinite at x = {where}."
-    known = (read(operand),) if operand is not None else ("The values of its input were not recorded.",)
+    known = (read(operand, event.op),) if operand is not None else ("The values of its input were not recorded.",)
     return Explanation("domain_edge", (fact, *known, outcome(event)), edge_checks(event, op, operand))
 
 
@@ -281,11 +291,13 @@ def poles(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if operand is None or not all_finite(event) or operand.min is None or operand.min > 0:
         return beyond_bound(event, None, "", operand) if operand is not None and event.kind == "inf" else None
     fact = (
-        f"{place(event)} has poles at 0 and at the negative whole numbers; {label(operand)} went down to "
+        f"{place(event)} has poles at 0 and at the negative whole numbers; {label(operand, event.op)} went down to "
         f"{figure(operand.min)}."
     )
     return Explanation(
-        "domain_edge", (fact, read(operand), outcome(event)), edge_checks(event, operation(event), operand)[::2]
+        "domain_edge",
+        (fact, read(operand, event.op), outcome(event)),
+        edge_checks(event, operation(event), operand)[::2],
     )
 
 

@@ -46,12 +46,18 @@ def _at_zero(cause: str, function: str, formula: str, condition: str = "x > 0") 
         if has_zero(below) is not True or has_inf(below):
             return None
         fact = f"The gradient of {function} is {formula}; {place(event)} divided by {zeros(below)}."
-        forward = tuple(read(operand, "Forward input") for operand in event.forward_operands[:1])
-        located = f"Print the indices where {condition} is false in {function}, at {line(event)}."
+        forward = tuple(read(operand, None) for operand in event.forward_operands[:1])
+        located = f"Print the indices where {_zero(function, condition)}, at {line(event)}."
         advice = (located, _repair(event, cause, function, condition), without_samples(event))
         return Explanation(cause, (fact, *incoming(event), *forward, outcome(event)), advice)
 
     return rule
+
+
+def _zero(function: str, condition: str) -> str:
+    """ "x is 0 in sqrt(x)" for the condition "x > 0", "the norm is 0" for "a norm"."""
+    name = function.removeprefix("a ")
+    return f"the {name} is 0" if name != function else f"{condition.replace(' > ', ' is ')} in {function}"
 
 
 def _repair(event: OpEvent, cause: str, function: str, condition: str) -> str:
@@ -77,7 +83,7 @@ def _edge(function: str, formula: str) -> RuleOfNode:
         if below is None or not all_finite(event):
             return None
         forward = event.forward_operands[0] if event.forward_operands else None
-        known = (read(forward, "Forward input"),) if forward is not None else ()
+        known = (read(forward, None),) if forward is not None else ()
         if event.kind == "nan" and not argument(event, "other") and has_negative(below):
             fact = f"The gradient of {function} is {formula}; the root was taken of a negative number."
             return Explanation("outside_domain", (fact, *known, outcome(event)), edge_checks(event, function, forward))
@@ -130,7 +136,7 @@ NODES: dict[str, RuleOfNode] = {
     "LinalgVectorNorm": _at_zero("norm_at_zero", "a norm", "grad * x / norm(x)", "norm > 0"),
     "Norm": _at_zero("norm_at_zero", "a norm", "grad * x / norm(x)", "norm > 0"),
     "Dist": _at_zero("norm_at_zero", "a distance", "grad * (a - b) / distance", "distance > 0"),
-    "Hypot": _at_zero("norm_at_zero", "hypot(x, y)", "grad * x / hypot(x, y)"),
+    "Hypot": _at_zero("norm_at_zero", "hypot(x, y)", "grad * x / hypot(x, y)", "x * x + y * y > 0"),
     "Std": _at_zero("norm_at_zero", "a standard deviation", "grad * (x - mean) / std", "std > 0"),
     "StdMean": _at_zero("norm_at_zero", "a standard deviation", "grad * (x - mean) / std", "std > 0"),
     "Acos": _edge("acos(x)", "-grad / sqrt(1 - x * x)"),

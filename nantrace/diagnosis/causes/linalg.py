@@ -19,8 +19,8 @@ def factorization(lineage: Lineage, event: OpEvent) -> Explanation | None:
     held: tuple[str, ...] = ()
     if matrix is not None:
         only_zeros = absmax(matrix) == 0
-        held = (read(matrix),) + (("All its elements are 0.",) if only_zeros else ())
-    name = label(matrix) if matrix is not None else "the matrix"
+        held = (read(matrix, event.op),) + (("All its elements are 0.",) if only_zeros else ())
+    name = label(matrix, event.op) if matrix is not None else "the matrix"
     fact = (
         f"{place(event)} divides by the pivots of {name}; from finite elements it put out nonfinite ones, "
         "as a singular matrix does."
@@ -47,4 +47,4 @@ def spectrum_gradient(lineage: Lineage, event: OpEvent) -> Explanation | None:
         f"Add a small random diagonal to the matrix before {line(event)} and see whether the gradient stays finite.",
         "Use only eigenvalues or singular values in the loss, for a test: their gradient does not divide by the gaps.",
     )
-    return Explanation("degenerate_spectrum", (fact, read(gaps), outcome(event)), advice)
+    return Explanation("degenerate_spectrum", (fact, read(gaps, event.op), outcome(event)), advice)

@@ -25,7 +25,7 @@ def likelihood(lineage: Lineage, event: OpEvent) -> Explanation | None:
     if weight is None:
         return _all_ignored(event, target, ignored)
     if weight is not None and weight.min is not None and weight.min <= 0:
-        fact = f"{place(event)} divided by the total weight of the targets, which was 0: {described(weight)}."
+        fact = f"{place(event)} divided by the total weight of the targets, which was 0: {described(weight, event.op)}."
         return _nothing(event, fact, "Print the total weight of the targets, weight[target].sum(), in each batch.")
     return None
 
@@ -62,10 +62,11 @@ def infinite_weight(event: OpEvent, weight: Operand | None) -> Explanation | Non
     count = weight.posinf + weight.neginf
     fact = f"{place(event)} was given a weight with {count:,} infinite {'entry' if count == 1 else 'entries'}."
     advice = (
-        f"Print which entries of {label(weight)} are infinite, and how often each of those classes occurs.",
-        f"Clamp {label(weight)} to a finite maximum before {line(event)} and see whether the loss stays finite.",
+        f"Print which entries of {label(weight, event.op)} are infinite, and how often each of those classes occurs.",
+        f"Clamp {label(weight, event.op)} to a finite maximum before {line(event)} and see whether the loss stays "
+        "finite.",
     )
-    return Explanation("infinite_weight", (fact, read(weight), outcome(event)), advice)
+    return Explanation("infinite_weight", (fact, read(weight, event.op), outcome(event)), advice)
 
 
 def alignment(lineage: Lineage, event: OpEvent) -> Explanation | None:
@@ -91,7 +92,7 @@ def alignment(lineage: Lineage, event: OpEvent) -> Explanation | None:
         "Repeat the step with zero_infinity=True and see whether it stays finite: that drops these samples.",
         without_samples(event) if event.samples else "Repeat the step without the samples whose target is too long.",
     )
-    known = (read(scores),) if scores is not None else ()
+    known = (read(scores, event.op),) if scores is not None else ()
     return Explanation("no_alignment", (fact, *known, outcome(event)), advice)
 
 
@@ -140,9 +141,9 @@ def binary(lineage: Lineage, event: OpEvent) -> Explanation | None:
     advice = (
         in_wider(event),
         f"Use binary_cross_entropy_with_logits on the logits at {line(event)} and compare.",
-        locate(event, label(probability), f"is {where.replace(' and ', ' or ')}"),
+        locate(event, label(probability, event.op), f"is {where.replace(' and ', ' or ')}"),
     )
-    return Explanation("eps_underflow", (fact, read(probability), outcome(event)), advice)
+    return Explanation("eps_underflow", (fact, read(probability, event.op), outcome(event)), advice)
 
 
 def squared_error(lineage: Lineage, event: OpEvent) -> Explanation | None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from nantrace.diagnosis.causes.checks import SEARCHES
 from nantrace.diagnosis.causes.dtypes import largest
-from nantrace.diagnosis.causes.reading import in_backward, parents
+from nantrace.diagnosis.causes.reading import in_backward, operation, parents
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import figure, line, place, plural
 from nantrace.lineage import Lineage, OpEvent, Sink
@@ -123,7 +123,7 @@ def _recomputed(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
         "It happened when the backward recomputed a checkpointed forward; in the forward itself this op stayed finite, "
         "so something that it reads changed in between."
     )
-    check = f"Print {what} at {line(event)} in the forward and again in the recomputation: what changes it in between?"
+    check = f"Print {what} before {line(event)}, in the forward and again in the recomputation: what changes it?"
     return _put_first(found, (fact,), (check,))
 
 
@@ -138,6 +138,10 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
     if later and not outside:
         seen += f" From iteration {min(later) - 1} on updates were taken again."
     if not in_backward(event) and event.phase not in ("recompute", "post_backward"):
+        if _is_scaling(event):
+            fact = "It is the product of a loss, which was finite, and the loss scale: a smaller scale keeps it finite."
+            smaller = "Run the step with GradScaler(init_scale=1.0) and see whether loss and gradients stay finite."
+            return _put_first(_without_search(found), (*facts, seen, fact), (smaller,))
         fact = "The value was born in forward, which the loss scale does not touch: no scale makes it finite."
         return _put_first(found, (*facts, seen, fact), ())
     check = (
@@ -153,6 +157,14 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
         f"{figure(largest(event.dtype) or math.inf)}: if it overflows unscaled, no scale helps."
     )
     return _put_first(found, (*facts, seen), (check, lower), "scaled_gradient_overflow")
+
+
+def _is_scaling(event: OpEvent) -> bool:
+    """A loss times a scale: two single numbers, of which one is a power of 2 above 1, as a GradScaler's is."""
+    if event.phase != "loss" or operation(event) != "mul" or any(operand.shape for operand in event.operands):
+        return False
+    values = [operand.min for operand in event.operands if operand.min is not None]
+    return len(values) == 2 and any(value > 1 and math.frexp(value)[0] == 0.5 for value in values)
 
 
 def _spread_by_clipping(lineage: Lineage, event: OpEvent) -> tuple[str, ...]:
@@ -228,7 +240,7 @@ def _updates(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanatio
     fact = (
         f"Updates earlier in this step took the largest parameter norm from {figure(before)} to "
         f"{figure(after)}, a factor "
-        f"of {figure(total)}, up to {figure(worst)} in one update."
+        f"of {figure(total)}{f', up to {figure(worst)} in one update' if figure(worst) != figure(total) else ''}."
     )
     slower = "Repeat with a learning rate 100 times smaller and see whether the parameter norm still grows."
     clipped = "Clip the gradient norm to 1 before each update and see whether the parameter norm still grows."

@@ -35,6 +35,20 @@ def normalization(lineage: Lineage, event: OpEvent) -> Explanation | None:
     return beyond_bound(event, None, "", operand) if event.kind == "inf" else None
 
 
+def weight_norm(lineage: Lineage, event: OpEvent) -> Explanation | None:
+    """g * v / norm(v), a row each: finite v of which a row holds nothing but zeros gives 0 / 0."""
+    rows, size = argument(event, "v"), argument(event, "g")
+    if event.kind != "nan" or rows is None or not all_finite(event) or not rows.zero:
+        return None
+    fact = f"{place(event)} divides each row of {label(rows, event.op)} by its norm; a row of zeros gives 0 / 0."
+    advice = (
+        f"Print the norm of each row of {label(rows, event.op)}: which of them is 0, and since when?",
+        f"Initialise {label(rows, event.op)} with a row that is not 0 and see whether the step stays finite.",
+    )
+    known = (read(rows, event.op), *((read(size, event.op),) if size is not None else ()))
+    return Explanation("zero_over_zero", (fact, *known, outcome(event)), advice)
+
+
 def normalization_backward(lineage: Lineage, event: OpEvent) -> Explanation | None:
     """The backward reads the inverse deviation of the forward, which no forward op reads."""
     saved = argument(event, *_SAVED)
@@ -44,7 +58,7 @@ def normalization_backward(lineage: Lineage, event: OpEvent) -> Explanation | No
     if eps is not None and not rounds_to_zero(eps, saved.dtype):
         return None
     held = (
-        f"{place(event)} read {label(saved)} = 1 / sqrt(var + eps) from the forward; "
+        f"{place(event)} read {label(saved, event.op)} = 1 / sqrt(var + eps) from the forward; "
         f"{saved.posinf:,} of its {plural(elements(saved), 'element')} held +inf, though the forward output was finite."
     )
     return _eps_too_small(event, saved.dtype, eps, argument(event, "input"), held)
@@ -58,10 +72,10 @@ def _eps_too_small(event: OpEvent, dtype: str, eps: float | None, operand: Opera
     else:
         fact = f"eps is {figure(eps)}, which is 0 in {dtype}; where the variance is 0, 1 / sqrt(eps) is "
         fact += f"{figure(power(eps, -0.5))}, against {limit(dtype)}."
-    known = (read(operand),) if operand is not None else ()
+    known = (read(operand, event.op),) if operand is not None else ()
     advice = (
         f"Set eps = 1e-5 in {spot(event)} and see whether the step stays finite.",
-        _with_eps_kept(event, dtype) if eps else in_wider(event),
+        *((in_wider(event),) if eps is None else (_with_eps_kept(event, dtype),) if eps else ()),
         f"Print which rows of {called(operand)} have no variance at {line(event)}.",
     )
     return Explanation("eps_underflow", (*((held,) if held else ()), fact, *known, outcome(event)), advice)

@@ -6,7 +6,7 @@ from nantrace.diagnosis.causes.arithmetic import beyond_bound, division, product
 from nantrace.diagnosis.causes.dtypes import limits, rounds_to_zero
 from nantrace.diagnosis.causes.reading import argument, has_inf, has_zero, number
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, label, outcome, place, read, zeros
+from nantrace.diagnosis.causes.wording import figure, held_zeros, outcome, place, read
 from nantrace.lineage import Lineage, OpEvent
 
 #: Adam's default in torch.optim
@@ -22,12 +22,12 @@ def add_quotient(lineage: Lineage, event: OpEvent) -> Explanation | None:
         found = division(lineage, event)
         note = f"sqrt(v) + eps is 0 in {event.dtype}, so eps was 0 or below {_smallest(event.dtype)}."
         return None if found is None else Explanation(found.cause, (note, *found.evidence), _advice(event))
-    fact = f"The denominator sqrt(v) + eps of the update, {label(bottom)}, held {zeros(bottom)}."
+    fact = f"The denominator sqrt(v) + eps of the update {held_zeros(bottom)}."
     eps = (
         f"In {event.dtype} an eps of {figure(_DEFAULT_EPS)}, the default of torch.optim.Adam, is 0: the smallest "
         f"{event.dtype} value is {_smallest(event.dtype)}."
     )
-    known = (read(top),) if top is not None else ()
+    known = (read(top, event.op),) if top is not None else ()
     return Explanation("eps_underflow", (fact, eps, *known, outcome(event)), _advice(event))
 
 
@@ -38,11 +38,13 @@ def _smallest(dtype: str) -> str:
 
 def _advice(event: OpEvent) -> tuple[str, ...]:
     owner = event.tensor or "the parameters"
+    half = event.dtype in ("float16", "bfloat16")
+    keep = f"Keep {owner} and their moments in float32 (autocast instead of model.half()) and compare."
     return (
-        f"Keep {owner} and their moments in float32 (autocast instead of model.half()) and compare.",
-        f"Set eps = 1e-4 in the optimizer that steps at {event.where or 'its construction'} and see whether the update "
-        "stays finite.",
-        "Print how many elements of each gradient are exactly 0: there both moments are 0.",
+        *((keep,) if half else ()),
+        f"Set eps = {'1e-4' if half else '1e-8'} in the optimizer that steps at {event.where or 'its construction'} "
+        "and see whether the update stays finite.",
+        "Print how many elements of each gradient are exactly 0: there its moments stay 0.",
     )
 
 

@@ -124,7 +124,7 @@ def attention(lineage: Lineage, event: OpEvent) -> Explanation | None:
             "Count the rows of the mask whose every key is masked: (attn_mask == -inf).all(-1).sum().",
             "Let each such row attend to one key and see whether the NaN is gone.",
         )
-        return Explanation("all_masked_row", (fact, read(mask), outcome(event)), advice)
+        return Explanation("all_masked_row", (fact, read(mask, event.op), outcome(event)), advice)
     if not all_finite(event):
         return None
     return _scores(event, query, key)

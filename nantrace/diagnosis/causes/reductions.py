@@ -21,7 +21,7 @@ from nantrace.diagnosis.causes.reading import (
     sources,
 )
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import called, figure, label, limit, line, outcome, place, plural, read
+from nantrace.diagnosis.causes.wording import called, figure, label, limit, line, outcome, place, plural, read, sentence
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 
@@ -122,7 +122,7 @@ def norm(lineage: Lineage, event: OpEvent) -> Explanation | None:
             f"{figure(power(reach, degree))}, "
         )
         fact += f"against {limit(event.dtype)}."
-        known = (read(operand),)
+        known = (read(operand, event.op),)
     clip = event.phase == "post_backward"
     effect = ("A clip by this norm multiplies every gradient by 0 and so erases the update.",) if clip else ()
     advice = (
@@ -190,16 +190,23 @@ def softmax(lineage: Lineage, event: OpEvent) -> Explanation | None:
 def masked_row(lineage: Lineage, event: OpEvent, operand: Operand) -> Explanation:
     """A row that holds nothing but -inf."""
     rows = _masked_rows(event, operand)
-    fact = f"{rows} of {label(operand)} held nothing but -inf: {place(event)} computes -inf - (-inf), which is NaN."
-    count = f"Input {label(operand)} held {operand.neginf:,} -inf among {plural(elements(operand), 'element')}."
+    what = label(operand, event.op)
+    fact = f"In {place(event)}, {rows} of {what} held nothing but -inf: -inf - (-inf) is NaN."
+    count = f"{what if operand.tensor else sentence(what)} held {operand.neginf:,} -inf among "
+    count += f"{plural(elements(operand), 'element')}."
     written = next((source for source in sources(lineage, event) if source.neginf), None)
     mask = written.tensor or "the mask" if written is not None else "the mask"
+    given = written is not None and written.tensor
+    made = (
+        f"where {written.tensor} is made"
+        if written is not None and given
+        else (f"at {(written and written.where) or line(event)}")
+    )
     dim = event.scalars.get("dim")
     full = f"(scores == -inf).all({dim if isinstance(dim, int) else -1}).nonzero()"
     advice = (
         f"Print which rows {mask} masks entirely, {full}, at {line(event)}.",
-        f"Mask with {_lowest(event)} instead of -inf at {(written and written.where) or line(event)} and see whether "
-        "the NaN is gone.",
+        f"Mask with {_lowest(event)} instead of -inf {made} and see whether the NaN is gone.",
         without_samples(event),
     )
     return Explanation("all_masked_row", (fact, count, outcome(event)), advice)
@@ -209,7 +216,7 @@ def _masked_rows(event: OpEvent, operand: Operand) -> str:
     """How many rows came out as NaN, which for a softmax without NaN or +inf in its input are the masked ones."""
     width = _width(event, operand)
     if not width or "softmax" not in operation(event) or size(event) != elements(operand) or event.nan % width:
-        return "A row"
+        return "a row"
     count = event.nan // width
     return f"{count:,} of {plural(elements(operand) // width, 'row')}"
 

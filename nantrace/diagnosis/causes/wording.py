@@ -6,6 +6,7 @@ import math
 
 from nantrace.diagnosis.causes.dtypes import largest
 from nantrace.diagnosis.causes.reading import elements, in_backward, size
+from nantrace.diagnosis.causes.roles import role
 from nantrace.lineage import Operand, OpEvent
 
 
@@ -17,7 +18,7 @@ def figure(value: float) -> str:
         return "+inf" if value > 0 else "-inf"
     if value == 0:
         return "0"
-    if 1000 <= abs(value) < 1e6:
+    if abs(value) >= 1000 and round(abs(value)) < 1e6:
         return f"{round(value):,}"
     return f"{value:.3g}"
 
@@ -40,7 +41,7 @@ def shape(sizes: tuple[int, ...]) -> str:
 def spot(event: OpEvent) -> str:
     """The place a user would go to: the module, else the source line."""
     if event.module:
-        return event.module
+        return f"module {event.module}" if event.module.isdigit() else event.module
     if event.module == "":
         return "the model's own forward"
     return f"the code at {event.where}" if event.where else "the code outside any module"
@@ -62,14 +63,18 @@ def place(event: OpEvent) -> str:
     return f"{name} in {' of '.join(inside)}" if inside else name
 
 
-def label(operand: Operand) -> str:
-    """The argument's name with the tensor's own: "mat2 (head.weight)"."""
-    return f"{operand.name} ({operand.tensor})" if operand.tensor and operand.tensor != operand.name else operand.name
+def label(operand: Operand, op: str | None) -> str:
+    """What a user calls an operand of that op: the tensor's name if it has one, else what it is: "the divisor"."""
+    return operand.tensor or f"the {role(op, operand.name)}"
 
 
-def called(operand: Operand | None, role: str = "the input") -> str:
+def called(operand: Operand | None, what: str = "the input") -> str:
     """What an operand is to its op, with its own name if it has one: "the divisor (batch.scale)"."""
-    return f"{role} ({operand.tensor})" if operand is not None and operand.tensor else role
+    if operand is None:
+        return what
+    listed = operand.name.partition("[")[2].removesuffix("]")
+    own = operand.tensor or (f"tensor {listed} of the list" if listed else "")
+    return f"{what} ({own})" if own else what
 
 
 def span(operand: Operand) -> str:
@@ -86,24 +91,25 @@ def between(low: float, high: float, count: int) -> str:
     return f"from {figure(low)} to {figure(high)}" if figure(low) != figure(high) else f"all about {figure(low)}"
 
 
-def described(operand: Operand) -> str:
-    """One operand in words: "mat1 (float16, 2x32) was finite, from 0 to 80"."""
+def described(operand: Operand, op: str | None) -> str:
+    """One operand in words: "the left matrix (float16, 2x32) was finite, from 0 to 80"."""
     if operand.dtype == "number":
         value = operand.min if operand.min is not None else math.nan if operand.nan else math.inf
         value = -math.inf if operand.neginf else value
-        return f"{operand.name} was {figure(value)}"
+        return f"{label(operand, op)} was {figure(value)}"
     bad = operand.nan + operand.posinf + operand.neginf
     held = f"held {counts(operand.nan, operand.posinf, operand.neginf)}" if bad else "was finite"
     word = "zero part" if operand.dtype.startswith("complex") else "zero"  # real and imaginary parts are counted
+    rest = "the rest " if bad and operand.min is not None else ""
     only_zeros = operand.min == operand.max == 0
     zeros = f" with {plural(operand.zero, word)}" if operand.zero and not only_zeros else ""
-    return f"{label(operand)} ({operand.dtype}, {shape(operand.shape)}) {held}, {span(operand)}{zeros}"
+    return f"{label(operand, op)} ({operand.dtype}, {shape(operand.shape)}) {held}, {rest}{span(operand)}{zeros}"
 
 
-def read(operand: Operand, when: str = "Input") -> str:
-    """The sentence about one operand: "Input mat1 (float16, 2x32) was finite, from 0 to 80."""
-    words = described(operand)
-    return f"{'The ' if operand.name == 'input' else f'{when} '}{words}."
+def read(operand: Operand, op: str | None) -> str:
+    """The sentence about one operand: "The left matrix (float16, 2x32) was finite, from 0 to 80."."""
+    words = described(operand, op)
+    return f"{words if operand.tensor else sentence(words)}."
 
 
 def outcome(event: OpEvent) -> str:
@@ -123,8 +129,15 @@ def limit(dtype: str) -> str:
     return f"{figure(top)}, the largest {dtype} value" if top is not None else f"what {dtype} can hold"
 
 
+def held_zeros(operand: Operand) -> str:
+    """The same as a predicate: "was 0" of one element, "held 4 zeros among 16 elements" of more."""
+    return "was 0" if operand.zero and elements(operand) == 1 else f"held {zeros(operand)}"
+
+
 def zeros(operand: Operand) -> str:
     """How many zeros an operand held, as far as recorded: "4 zeros among 16 elements"."""
+    if operand.zero and elements(operand) == 1:
+        return "0"
     if operand.zero is None:
         return "at least one zero"
     return f"{plural(operand.zero, 'zero')} among {plural(elements(operand), 'element')}"
