@@ -17,7 +17,7 @@ def told(lineage: Lineage) -> tuple[str, ...]:
         places.setdefault((event.op, event.module, event.where, event.tensor, event.category), event)
     said = [_sentence(event) for event in list(places.values())[:_SHOWN]]
     if len(places) > _SHOWN:
-        said.append(f"So did {plural(len(places) - _SHOWN, 'more place')}.")
+        said.append(f"{plural(len(places) - _SHOWN, 'more place')} did the same.")
     if said:
         said.append("No loss, gradient, parameter, moment or buffer was harmed by it.")
     return tuple(said)
@@ -25,8 +25,14 @@ def told(lineage: Lineage) -> tuple[str, ...]:
 
 def _sentence(event: OpEvent) -> str:
     bad = counts(event.nan, event.posinf, event.neginf)
-    held = f"{bad} among {plural(size(event), 'element')} ({event.dtype})"
+    single = size(event) == 1
+    held = (
+        f"{bad.removeprefix('1 ')} ({event.dtype})"
+        if single
+        else (f"{bad} among {plural(size(event), 'element')} ({event.dtype})")
+    )
     if event.kind == "external":
-        return f"{event.tensor or 'A tensor from outside the step'} held {held} before the step."
+        verb = "was" if single else "held"
+        return f"{event.tensor or 'A tensor from outside the step'} {verb} {held} before the step."
     where = f" at {event.where}" if event.where else ""
     return f"{place(event)}{where} put out {held}."

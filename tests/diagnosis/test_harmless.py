@@ -27,7 +27,7 @@ def test_one_place_is_told_once_and_many_are_counted() -> None:
         flow.op("aten.masked_fill", "inserted", neginf=1, module=f"layers.{layer}", where="model.py:12 in forward")
     said = blame(flow.lineage).verdict.evidence
     assert [bool(re.search(rf"layers\.{n}", said[n])) for n in range(3)] == [True] * 3
-    assert said[3] == "So did 1 more place."
+    assert said[3] == "1 more place did the same."
 
 
 def test_a_clean_step_has_nothing_to_tell() -> None:

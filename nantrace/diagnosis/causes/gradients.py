@@ -14,7 +14,7 @@ from nantrace.diagnosis.causes.linalg import factorization, spectrum_gradient
 from nantrace.diagnosis.causes.reading import all_finite, argument, has_inf, has_negative, has_zero, operation
 from nantrace.diagnosis.causes.reductions import masked_row
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import line, outcome, place, plural, read, zeros
+from nantrace.diagnosis.causes.wording import held_zeros, line, outcome, place, plural, read, zeros
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 RuleOfNode = Callable[[Lineage, OpEvent], "Explanation | None"]
@@ -90,8 +90,8 @@ def _edge(function: str, formula: str) -> RuleOfNode:
         if has_zero(below) is not True:
             return None
         fact = (
-            f"The gradient of {function} is {formula}, infinite at the edge; the denominator in {place(event)} held "
-            f"{zeros(below)}."
+            f"The gradient of {function} is {formula}, infinite at the edge; the denominator in {place(event)} "
+            f"{held_zeros(below)}."
         )
         return Explanation(
             "domain_edge", (fact, *incoming(event), *known, outcome(event)), edge_checks(event, function, forward)

@@ -42,7 +42,8 @@ _ANY = {
     "self": "input",
     "src": "input",
     "grad_output": "incoming gradient",
-    "log_probs": "log-probabilities",
+    "log_probs": "tensor of log-probabilities",
+    "rstd": "saved rstd",
     "v": "direction",
 }
 _ANY |= dict.fromkeys(("A", "LU", "L", "R", "B"), "matrix")
