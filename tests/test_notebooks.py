@@ -50,12 +50,26 @@ def executed(name: str, folder: Path) -> Any:
     book = read(name)
     place = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(book, kernel_name="python3", timeout=300, record_timing=False, resources=place).execute()
+    for cell in book.cells:
+        if cell.get("outputs"):
+            cell.outputs = joined(cell.outputs)
     return book
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """The outputs with neighbours of one stream as one: a slow moment makes a kernel send them in pieces."""
+    whole: list[Any] = []
+    for output in outputs:
+        if whole and output.output_type == "stream" and whole[-1].get("name") == output.name:
+            whole[-1].text += output.text
+        else:
+            whole.append(output)
+    return whole
 
 
 def texts(cell: Any) -> list[str]:
     """What a cell put out, as text; of a picture that it is one."""
-    return [output.get("text") or output.data["text/plain"] for output in cell.get("outputs", [])]
+    return [output.get("text") or output.data["text/plain"] for output in joined(cell.get("outputs", []))]
 
 
 def compared(text: str) -> str:
