@@ -6,6 +6,7 @@ zero and was never moved may be meant to begin that way and is left alone. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class _Window:
 
 
 def stalled(trace: Trace, *, gradient: float = GRADIENT, update: float = UPDATE) -> tuple[Observation, ...]:
-    """What did not move over the window of sampled steps whose update was committed.
+    """What did not move over the window of sampled steps whose update was committed and whose gradients were finite.
 
     Args:
         trace: with at least three such steps; empty otherwise.
@@ -136,7 +137,7 @@ def _window(trace: Trace) -> _Window | None:
             continue
         if "names" in told and tuple(told["names"]) != names:
             names, rows = tuple(told["names"]), []
-        if row.get("committed") and not row.get("skipped") and _has_rate(row):
+        if row.get("committed") and not row.get("skipped") and _has_rate(row) and _is_finite(row):
             rows.append((int(row["step"]), told))
     if len(rows) < _FEWEST or not names:
         return None
@@ -153,6 +154,12 @@ def _window(trace: Trace) -> _Window | None:
 def _numbers(values: Sequence[Any], length: int) -> list[float]:
     found = [float(value) if isinstance(value, (int, float)) else np.nan for value in values[:length]]
     return found + [np.nan] * (length - len(found))
+
+
+def _is_finite(row: Mapping[str, Any]) -> bool:
+    """Whether no gradient of a step was nonfinite: such a step says nothing of weights that stand still."""
+    norms = (row.get("gradient_norm"), *row["weights"]["gradient"])
+    return not any(isinstance(norm, float) and not math.isfinite(norm) for norm in norms)
 
 
 def _has_rate(row: Mapping[str, Any]) -> bool:

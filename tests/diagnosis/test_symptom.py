@@ -207,6 +207,12 @@ def test_a_factor_whose_partner_begins_at_zero_raises_no_alarm() -> None:
     assert stalled(_run(model, list(model.parameters()))) == ()
 
 
+@pytest.mark.parametrize("factor", (math.nan, math.inf))
+def test_a_nonfinite_gradient_is_no_missing_one(factor: float) -> None:
+    model = nn.Linear(2, 1)
+    assert stalled(_run(model, list(model.parameters()), factor=factor)) == ()
+
+
 def test_a_gradient_of_exactly_zero_is_told() -> None:
     model = nn.Linear(2, 2)
     (found,) = stalled(_run(model, list(model.parameters()), factor=0.0))
