@@ -7,7 +7,7 @@ import sys
 import click
 
 from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import ERROR, FAULT, UnderWay, knows_unicode, note, sentences, width
+from nantrace.cli.console import FAULT, UnderWay, fail, knows_unicode, sentences, width
 
 
 @click.command()
@@ -22,8 +22,8 @@ def checkpoint(files: tuple[str, ...], as_json: bool, exit_code: bool) -> None:
     work = UnderWay()
     with sentences(so_far=lambda: work):
         from nantrace.checkpoint.check import check_checkpoint
-        from nantrace.render.cells import harmless
         from nantrace.render.checkpoint import text
+        from nantrace.render.wording import plural
 
         with work:
             found = check_checkpoint(*files, progress=work.tell)
@@ -31,10 +31,8 @@ def checkpoint(files: tuple[str, ...], as_json: bool, exit_code: bool) -> None:
             print_json(found.to_dict())
         else:
             print_out(text(found, width=width(), ascii=not knows_unicode()))
-        unreadable = [file for file in found.files if file.error is not None]
-        for file in unreadable:
-            note(f"nantrace: {harmless(file.error)}")
-        if unreadable:
-            sys.exit(ERROR)
+        unreadable = sum(file.error is not None for file in found.files)
+        if unreadable:  # what was printed says why
+            fail(f"{unreadable:,} of {plural(len(found.files), 'file')} could not be read.")
         if exit_code and any(file.status == "fails" for file in found.files):
             sys.exit(FAULT)

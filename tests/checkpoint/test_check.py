@@ -338,7 +338,8 @@ def test_the_command_prints_goes_on_and_ends_as_asked(tmp_path: Path) -> None:
     assert run(main, ["checkpoint", good, bad, "--exit-code"]).exit_code == 1
     assert run(main, ["checkpoint"]).exit_code == 2
     done = run(main, ["checkpoint", broken, good, bad], env={"COLUMNS": "200"})
-    assert done.exit_code == 3 and "is empty" in done.stderr
+    assert done.exit_code == 3 and done.output.count("is empty") == 1 and "is empty" in done.stdout
+    assert done.stderr.endswith("nantrace: 1 of 3 files could not be read.\n")
     assert f"Newest that passes: {good}" in done.stdout and "\x1b" not in done.stdout and "\\x1b[31m" in done.stdout
 
     def refuse(constant: str) -> None:
