@@ -1,7 +1,8 @@
 """Weights that stand still over the traced steps: no gradient, a gradient of zero, or an update too small to matter.
 
 Reads what the ledger sampled of each parameter that requires a gradient. Frozen parameters are not in it; one that is
-zero and was never moved may be meant to begin that way and is left alone. Pure.
+zero and was never moved may be meant to begin that way and is left alone, and so is one whose gradient is rounding
+beside those of the others. Pure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Table = npt.NDArray[np.float64]
 
 GRADIENT = 1e-10  # norm below which a gradient counts as vanished
 UPDATE = 1e-7  # of the weight: below the spacing of float32 next to 1
+_ROUNDING = 1e-5  # of the median gradient norm: below it a gradient may be rounding alone
 _FEWEST = 3  # committed and sampled steps
 _SHARE = 0.02  # of the parameters: fewer are told by name only where they never had a gradient
 _NAMES = 4
@@ -62,8 +64,10 @@ def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Ite
     unheld: npt.NDArray[np.bool_] = np.array([name in window.not_held for name in window.names], dtype=bool)
     missing = np.asarray(np.isnan(window.gradient).all(axis=0))
     zero = (gradients == 0).all(axis=0) & ~is_zero
-    small = (gradients <= gradient).all(axis=0) & ~zero & ~is_zero
-    rest = ~(missing | zero | small | is_zero | unheld) & told
+    rounding = _is_rounding(window)
+    tiny = (gradients <= gradient).all(axis=0) & ~zero & ~is_zero
+    small = tiny & ~(rounding & _beside_others(window.names, rounding | zero | missing))
+    rest = ~(missing | zero | tiny | is_zero | unheld | rounding) & told
     moved = (np.nan_to_num(window.update) > 0).any(axis=0)
     unmoved = rest & ~moved
     slow = rest & moved & (np.nan_to_num(window.update) <= update).all(axis=0)
@@ -73,6 +77,25 @@ def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Ite
     yield from _told(window, small, "small_gradient", f"had a gradient norm of at most {gradient:g}", *_SMALL)
     yield from _told(window, unmoved, "unmoved", *_UNMOVED)
     yield from _told(window, slow, "small_update", f"were moved by at most {update:g} of their norm", *_SLOW)
+
+
+def _is_rounding(window: _Window) -> npt.NDArray[np.bool_]:
+    """Which gradients were never above rounding, measured by the median of those that are not zero.
+
+    A bias before a norm shifts what the norm takes away again: its gradient is zero but for rounding, by construction.
+    """
+    medians = [np.median(row[row > 0]) if (row > 0).any() else 0.0 for row in window.gradient]
+    return np.asarray((window.gradient < _ROUNDING * np.array(medians)[:, None]).all(axis=0))
+
+
+def _beside_others(names: Sequence[str], lost: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which parameters stand in a module of which another is not lost: no gradient vanished on the way to it."""
+    reached = {_module(name) for name, is_lost in zip(names, lost, strict=True) if not is_lost}
+    return np.array([_module(name) in reached for name in names], dtype=bool)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 _NOT_HELD = (

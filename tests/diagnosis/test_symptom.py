@@ -213,6 +213,29 @@ def test_a_nonfinite_gradient_is_no_missing_one(factor: float) -> None:
     assert stalled(_run(model, list(model.parameters()), factor=factor)) == ()
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_a_bias_before_a_norm_raises_no_alarm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Tracer(model) as tracer:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6, dtype=dtype)).pow(2).mean().backward()
+            optimizer.step()
+    assert stalled(tracer.trace) == ()
+
+
+def test_a_whole_layer_without_slope_is_told() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.Linear(2, 2), nn.Linear(2, 2))
+    first.register_forward_hook(lambda module, given, out: out * 1e-13 + out.detach())
+    (found,) = stalled(_run(model, list(model.parameters()), lr=1e-3))
+    assert found.kind == "small_gradient"
+    assert "0.weight, 0.bias" in found.sentence
+
+
 def test_a_gradient_of_exactly_zero_is_told() -> None:
     model = nn.Linear(2, 2)
     (found,) = stalled(_run(model, list(model.parameters()), factor=0.0))
