@@ -5,17 +5,27 @@ For a value born in forward it names the wrong node, often the loss line, and it
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
 import warnings
 
 import torch
 
+import nantrace
 from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.replay.ends import Ends, describe
 from nantrace.replay.replays import Replays, called
 
-_NODE = re.compile(r"Function '(\w+)' returned nan")
+_NODE = re.compile(r"Function '([^']+)' returned nan")
 _FRAMES = 3
+#: The frame that calls the step.
+_REPLAYED = (called.__code__.co_filename, called.__name__)
+_NOT_THE_USERS = (
+    *(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, nantrace)),
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    "<frozen",
+)
 
 
 def anomaly_evidence(replays: Replays, first: Ends) -> tuple[str, ...]:
@@ -29,7 +39,8 @@ def anomaly_evidence(replays: Replays, first: Ends) -> tuple[str, ...]:
         return ("detect_anomaly was not run: no end of the step is nonfinite.",)
     if replays.left < 1:
         return ("detect_anomaly was not run: no replay was left.",)
-    with replays.one("under detect_anomaly") as listener, warnings.catch_warnings(record=True) as caught:
+    # It raises where it stops, and the step goes no further: what it ends with is never to be compared.
+    with replays.one("under detect_anomaly", same=False) as listener, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with eager_instead_of_compiled(), torch.autograd.detect_anomaly(check_nan=True):
             returned, error = called(replays.step)
@@ -46,10 +57,12 @@ def anomaly_evidence(replays: Replays, first: Ends) -> tuple[str, ...]:
 def _forward_lines(messages: list[str]) -> list[str]:
     """The innermost lines of the user's in the traceback of the forward call that anomaly mode prints."""
     text = next((m for m in messages if "Traceback of forward call" in m or "forward call that caused" in m), "")
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    own = [f"{file.rpartition('/')[2]}:{line} in {name}" for file, line, name in frames if _is_own(file)]
+    frames: list[tuple[str, str, str]] = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    # Outermost first: what lies before the replay is whoever asked for it, the command line or a test runner.
+    begins = max((at for at, (file, _, name) in enumerate(frames) if (file, name) == _REPLAYED), default=-1)
+    own = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in frames[begins + 1 :] if _is_own(file)]
     return own[::-1][:_FRAMES]
 
 
 def _is_own(file: str) -> bool:
-    return "/torch/" not in file and "/nantrace/" not in file and not file.startswith("<")
+    return "site-packages" not in file and "dist-packages" not in file and not file.startswith(_NOT_THE_USERS)

@@ -304,6 +304,18 @@ def test_anomaly_mode_is_asked_after_a_finite_forward_only() -> None:
     assert not torch.is_anomaly_enabled()
 
 
+def test_where_anomaly_mode_stops_the_step_is_evidence_and_no_end_of_a_replay() -> None:
+    plain = bisect(step_of(model_with(Root())))
+    verdict = bisect(step_of(model_with(Root())), anomaly=True)
+    assert (verdict.status, verdict.cause, verdict.region) == ("fault", plain.cause, plain.region)
+    assert set(plain.evidence[:-1]) <= {*verdict.evidence} and "raised" not in said(verdict)
+
+
+def test_the_lines_told_of_anomaly_mode_are_those_of_the_step_only() -> None:
+    (told,) = [each for each in bisect(step_of(model_with(Root())), anomaly=True).evidence if "detect_anomaly" in each]
+    assert [each.partition(" in ")[2] for each in told.rstrip(".").split(" at ")[2].split(" < ")] == ["forward", "run"]
+
+
 def test_the_trace_file_of_a_bisection_tells_the_same(tmp_path: Path) -> None:
     path = tmp_path / "step.h5"
     step = step_of(model_with(Log()))

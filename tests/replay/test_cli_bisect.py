@@ -37,8 +37,19 @@ def step_with(layer, fill):
     return nantrace.Step(train, model, {"x": x})
 
 
+class Root(torch.nn.Module):
+    def forward(self, x):
+        return (x * 0).sqrt()
+
+
 def bad():
     return step_with(Log(), -1.0)
+
+
+def root():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Root())
+    return nantrace.Step(train, model, {"x": torch.ones(4, 2)})
 
 
 def good():
@@ -98,6 +109,15 @@ def test_json_is_all_of_stdout(script: Path) -> None:
 
 def test_the_samples_are_told(script: Path) -> None:
     assert "Of 4 samples 1 fail by themselves (1)" in run("train.py:bad", "--samples").stdout
+
+
+def test_where_anomaly_mode_stops_the_step_is_told_as_evidence_of_the_same_fault(script: Path) -> None:
+    done = run("train.py:root", "--anomaly", "--exit-code")
+    assert "FAULT in backward" in done.stdout and done.exit_code == 1
+    evidence = " ".join(done.stdout.split())
+    assert "detect_anomaly stopped at MulBackward0, made in forward at train.py:" in evidence
+    assert "core.py" not in done.stdout and "test_cli_bisect.py" not in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_a_dry_run_runs_nothing(script: Path) -> None:
