@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from nantrace.diagnosis import tolerance
 from nantrace.diagnosis.alignment import Alignment, Rows, align
+from nantrace.diagnosis.difference_scale import Unscaled, without_scale
 from nantrace.diagnosis.seen import Seen
 from nantrace.diagnosis.verdict import plain
 from nantrace.events import Columns, Site, TensorStats, Trace
@@ -43,7 +44,7 @@ class SiteDifference:
         call: which call of the module within the step, from 1; 0 outside calls.
         occurrence: which of several such rows, from 1.
         seq_a, seq_b: the events.
-        a, b: what each trace saw; A is the reference.
+        a, b: what each trace saw, losses and gradients without the loss scale; A is the reference.
         error: the larger of the distances between the minima and between the maxima; None unless kind is "range".
         relative: error by the largest magnitude in A; None where that is no larger than what is allowed.
         allowed: the largest error that counts as rounding.
@@ -75,6 +76,7 @@ class Side:
         path: where it was loaded from; None for a trace in memory.
         facts: of its `meta`: torch, device, rank, whether the user ran it compiled.
         events: how many it holds.
+        scales: the least and the largest loss scale that its losses and gradients were compared without; None: none.
         only: how many of them have no counterpart.
         only_nonfinite: how many of those hold nonfinite values.
         only_by: how many of those there are, by phase and role: {"forward output": 3}.
@@ -84,6 +86,7 @@ class Side:
     path: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     events: int = 0
+    scales: tuple[float, float] | None = None
     only: int = 0
     only_nonfinite: int = 0
     only_by: Mapping[str, int] = field(default_factory=dict)
@@ -149,6 +152,9 @@ def compare(
 ) -> Difference:
     """Compare two traces of the same step, event by event. Neither is changed.
 
+    Losses and gradients are compared without the loss scale that the ledger names. Where it does not settle whether
+    the scale still stood on one, a difference is one only if it is one both with the scale and without.
+
     Args:
         a: the reference.
         b: the other: the same step compiled, in another dtype, on another rank, or after a change.
@@ -165,7 +171,8 @@ def compare(
     if progress is not None:
         progress(f"pairing {len(a):,} and {len(b):,} events")
     aligned = align(a, b)
-    rules = _Rules(a, b, rtol, atol)
+    sides = without_scale(a), without_scale(b)
+    rules = _Rules(sides, rtol, atol)
     counts: Counter[str] = Counter(dict.fromkeys((*_KINDS, *_FACTS), 0))
     kept: dict[str, list[SiteDifference]] = {kind: [] for kind in _KINDS}
     for begin in range(0, len(aligned.a), _BLOCK):
@@ -177,8 +184,8 @@ def compare(
         if progress is not None:
             progress(f"compared {min(begin + _BLOCK, len(aligned.a)):,} of {len(aligned.a):,} pairs of events")
     return Difference(
-        a=_side(a, aligned.only_a),
-        b=_side(b, aligned.only_b),
+        a=_side(a, aligned.only_a, sides[0].scales),
+        b=_side(b, aligned.only_b, sides[1].scales),
         common=len(aligned.a),
         nonfinite=tuple(kept["nonfinite"]),
         ranges=tuple(kept["range"]),
@@ -194,12 +201,13 @@ def compare(
 class _Rules:
     """What holds for all pairs of two traces, by site: tolerances, and what tells shapes and dtypes apart."""
 
-    def __init__(self, a: Trace, b: Trace, rtol: float | None, atol: float | None) -> None:
-        self.traces = (a, b)
-        self.dtype = tolerance.coarsest(a, b)
+    def __init__(self, sides: tuple[Unscaled, Unscaled], rtol: float | None, atol: float | None) -> None:
+        self.traces = (sides[0].trace, sides[1].trace)
+        self.perhaps = (sides[0].perhaps, sides[1].perhaps)
+        self.dtype = tolerance.coarsest(*self.traces)
         self.rtol = (tolerance.relative(self.dtype) if self.dtype else 0.0) if rtol is None else rtol
         usual = [tolerance.usual_magnitudes(trace) for trace in self.traces]
-        self.atol = self._floor(self.dtype, usual[0]) if atol is None else np.full(len(a.sites), float(atol))
+        self.atol = self._floor(self.dtype, usual[0]) if atol is None else np.full(len(usual[0]), float(atol))
         #: What rounding on each side alone puts where zero belongs; None where the caller says what counts as zero.
         self.noise = None
         if atol is None:
@@ -228,6 +236,7 @@ class _Block:
         self._rules, self._aligned, self._begin = rules, aligned, begin
         rows = [side[begin : begin + _BLOCK] for side in (aligned.a, aligned.b)]
         self._a, self._b = (trace.events[at] for trace, at in zip(rules.traces, rows, strict=True))
+        self._perhaps = [scales[at] for scales, at in zip(rules.perhaps, rows, strict=True)]
         self._sites = self._a["site"], self._b["site"]
         bad_a, bad_b = nonfinite_rows(self._a), nonfinite_rows(self._b)
         readable = ~(_unreadable(self._a) | _unreadable(self._b))
@@ -236,7 +245,7 @@ class _Block:
         nonfinite = readable & ((bad_a != bad_b) | (bad_a & bad_b & sized & (counted | placed)))
         alike = readable & bad_a & bad_b & sized & ~nonfinite
         self._error, self._size, self._allowed = self._errors()
-        apart = (self._error > self._allowed) | self._vanished()
+        apart = ((self._error > self._allowed) & ~self._meet_without_scale()) | self._vanished()
         self.flags = {
             "nonfinite": nonfinite,
             "range": readable & sized & ~bad_a & ~bad_b & apart,
@@ -266,6 +275,21 @@ class _Block:
             allowed = rules.rtol * size + rules.atol[self._sites[0]]
         exact = rules.exact[0][self._sites[0]] & rules.exact[1][self._sites[1]]
         return np.asarray(error), size, np.where(exact, 0.0, allowed)
+
+    def _meet_without_scale(self) -> Flags:
+        """Where both sides agree once one or both are divided by the scale that may still stand on them."""
+        meet = np.zeros(len(self._a), np.bool_)
+        rows = np.flatnonzero((self._perhaps[0] != 1) | (self._perhaps[1] != 1))
+        if not rows.size:
+            return meet
+        a, b, allowed = self._a[rows], self._b[rows], self._allowed[rows]
+        scale_a, scale_b = (scales[rows] for scales in self._perhaps)
+        ones = np.ones(len(rows))
+        for of_a, of_b in ((scale_a, ones), (ones, scale_b), (scale_a, scale_b)):
+            with np.errstate(over="ignore", invalid="ignore"):
+                ends = [np.abs(a[end] / of_a - b[end] / of_b) for end in ("min", "max")]
+            meet[rows] |= np.maximum(*ends) <= allowed / of_a
+        return meet
 
     def _vanished(self) -> Flags:
         """Where one side is all zero and the other is not, by more than its own rounding: an underflow."""
@@ -322,7 +346,7 @@ def _coded(sides: list[list[Any]]) -> list[Rows]:
     return [np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64) for values in sides]
 
 
-def _side(trace: Trace, only: Rows) -> Side:
+def _side(trace: Trace, only: Rows, scales: tuple[float, float] | None) -> Side:
     events = trace.events[only]
     by_site = Counter(events["site"].tolist())
     by: Counter[str] = Counter()
@@ -333,6 +357,7 @@ def _side(trace: Trace, only: Rows) -> Side:
         path=trace.path,
         facts={key: trace.meta[key] for key in known if key in trace.meta},
         events=len(trace),
+        scales=scales,
         only=len(events),
         only_nonfinite=int(nonfinite_rows(events).sum()),
         only_by=dict(by.most_common()),

@@ -26,6 +26,8 @@ def paragraphs(difference: Difference) -> Iterator[Paragraph]:
     yield from (_side("A", difference.a), _side("B", difference.b))
     if difference.steps is not None:
         yield 0, f"Step {difference.steps[0]} of A is compared with step {difference.steps[1]} of B."
+    if difference.a.scales or difference.b.scales:
+        yield 0, _without_scale(difference)
     yield 0, ""
     yield from _first("FIRST DIFFERENCE IN NONFINITE VALUES", difference.nonfinite)
     yield from _first(f"FIRST RANGES APART{_before(difference)}", difference.ranges)
@@ -53,6 +55,16 @@ def _side(letter: str, side: Side) -> Paragraph:
     said += [str(facts.get("user_mode", "")), f"rank {facts['rank']}" if "rank" in facts else ""]
     said.append(plural(side.events, "event"))
     return 0, f"{letter}  {side.path or 'a trace in memory'}   {', '.join(part for part in said if part)}"
+
+
+def _without_scale(difference: Difference) -> str:
+    sides = (("A", difference.a.scales), ("B", difference.b.scales))
+    said = [f"{_scales(*scales)} in {letter}" for letter, scales in sides if scales]
+    return f"Gradients and loss are compared without the loss scale ({', '.join(said)})."
+
+
+def _scales(least: float, largest: float) -> str:
+    return f"{least:,.15g}" if least == largest else f"{least:,.15g} to {largest:,.15g}"
 
 
 def _first(title: str, found: tuple[SiteDifference, ...]) -> Iterator[Paragraph]:

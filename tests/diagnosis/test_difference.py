@@ -315,3 +315,75 @@ def test_the_public_function_gives_a_value() -> None:
     assert isinstance(found, Difference) and found == nantrace.diff(written(), written())
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.common = 3  # type: ignore[misc]
+
+
+def healthy(dtype: Any, scale: float | None, clips: bool = False, backwards: int = 1) -> Trace:
+    """Two steps of a tiny model under autocast, with a scaler or without."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    batch = torch.randn(16, 4)
+    with nantrace.trace(model, optimizer=optimizer) as tracer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(backwards):
+                with torch.autocast("cpu", dtype=dtype):
+                    loss = model(batch).square().mean()
+                scaler.scale(loss).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return tracer.trace
+
+
+@pytest.mark.parametrize(("clips", "backwards"), [(False, 1), (True, 1), (False, 2)])
+def test_a_loss_scale_is_no_difference(clips: bool, backwards: int) -> None:
+    import torch
+
+    bfloat16 = healthy(torch.bfloat16, None, clips, backwards)
+    scaled, other = (healthy(torch.float16, scale, clips, backwards) for scale in (1024.0, 16.0))
+    found = compare(bfloat16, scaled)
+    assert found.same and found.common == len(scaled)
+    assert "Gradients and loss are compared without the loss scale (1,024 in B)." in str(found)
+    assert compare(scaled, bfloat16).same
+    assert "scale (1,024 in A, 16 in B)" in str(compare(scaled, other)) and compare(scaled, other).same
+    assert "loss scale" not in str(compare(bfloat16, bfloat16)) and compare(bfloat16, bfloat16).a.scales is None
+
+
+def test_what_differs_beside_a_loss_scale_is_still_found_and_shown_without_it() -> None:
+    import torch
+
+    a, b = healthy(torch.bfloat16, None), healthy(torch.float16, 1024.0)
+    row = next(at for at in range(len(b)) if b.site(b.events[at]).role is Role.LOSS)
+    was = float(b.events[row]["max"])
+    first = compare(a, changed(b, row, min=2 * was, max=2 * was)).first
+    assert first is not None and first.kind == "range" and first.slot == "loss"
+    assert first.b.max == 2 * was / 1024 and first.relative == pytest.approx(1.0, rel=0.02)
+
+
+def gradient(phase: Phase, size: float, **ledger: Any) -> Trace:
+    written = Written()
+    written.row("block", phase, Role.GRAD, "block.weight", size=size)
+    return dataclasses.replace(written.trace(), steps=({"step": 0, **ledger},))
+
+
+def test_where_it_is_unknown_whether_a_scale_was_taken_off_both_readings_agree() -> None:
+    a = gradient(Phase.POST_BACKWARD, 2.0)
+    for size in (2.0, 2.0 * 4096):
+        assert compare(a, gradient(Phase.POST_BACKWARD, size, scale_before=4096.0)).same
+        assert compare(gradient(Phase.POST_BACKWARD, size, scale_before=4096.0), a).same
+    assert compare(a, gradient(Phase.POST_BACKWARD, 3.0 * 4096, scale_before=4096.0)).counts["range"] == 1
+
+
+def test_a_scale_that_an_optimizer_was_given_though_it_was_taken_off_is_a_difference() -> None:
+    a = gradient(Phase.OPTIMIZER, 2.0)
+    off = {"scale_before": 4096.0, "gradient_read": "by the optimizer, after unscale_"}
+    assert compare(a, gradient(Phase.OPTIMIZER, 2.0, **off)).same
+    assert compare(a, gradient(Phase.OPTIMIZER, 2.0 * 4096, **off)).counts["range"] == 1
+    fused = {"scale_before": 4096.0, "gradient_read": "by the optimizer, before unscale_ and divided by the scale here"}
+    assert compare(a, gradient(Phase.OPTIMIZER, 2.0 * 4096, **fused)).same
