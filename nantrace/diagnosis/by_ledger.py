@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nantrace.diagnosis.standstill import stands_still, standstill
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
 from nantrace.steps import told
@@ -31,7 +32,7 @@ def is_ledger_alone(trace: Trace) -> bool:
 
 def by_ledger(trace: Trace) -> Verdict:
     """The verdict on the first step that went wrong."""
-    return _of(trace.steps) or Verdict("clean", evidence=(_ALONE,))
+    return _of(trace.steps, standstill(trace.steps)) or Verdict("clean", evidence=(_ALONE,))
 
 
 def with_unsampled(verdict: Verdict, trace: Trace) -> Verdict:
@@ -39,7 +40,7 @@ def with_unsampled(verdict: Verdict, trace: Trace) -> Verdict:
 
     One that went wrong before the origin of the verdict stands beside it; where the verdict names no fault, it does.
     """
-    found = _of(step for step in told(trace.steps) if step.get("detailed") is False)
+    found = _of((step for step in told(trace.steps) if step.get("detailed") is False), standstill(trace.steps))
     if found is None or found.status != "fault" or found.origin is None:
         return verdict
     if verdict.status != "fault" or verdict.origin is None:
@@ -50,22 +51,24 @@ def with_unsampled(verdict: Verdict, trace: Trace) -> Verdict:
     return dataclasses.replace(verdict, evidence=(*verdict.evidence, said))
 
 
-def _of(steps: Iterable[Mapping[str, Any]]) -> Verdict | None:
+def _of(steps: Iterable[Mapping[str, Any]], stuck: Sequence[int]) -> Verdict | None:
+    """`stuck`: the steps in which training stands still, whose skips contain nothing."""
     contained: Verdict | None = None
     for step in steps:
         for name in ("loss", "gradient_norm"):
             value = step.get(name)
             if not isinstance(value, float) or math.isfinite(value):
                 continue
-            harmless = bool(step.get("skipped")) and not step.get("committed")
-            verdict = _verdict(step, name, value, harmless)
+            stands = step.get("step") in stuck
+            harmless = bool(step.get("skipped")) and not step.get("committed") and not stands
+            verdict = _verdict(step, name, value, harmless, stuck if stands else ())
             if not harmless:
                 return verdict
             contained = contained or verdict
     return contained
 
 
-def _verdict(step: Mapping[str, Any], name: str, value: float, harmless: bool) -> Verdict:
+def _verdict(step: Mapping[str, Any], name: str, value: float, harmless: bool, stuck: Sequence[int]) -> Verdict:
     loss = name == "loss"
     what = "The loss" if loss else "The norm of the gradients"
     number = int(step.get("step", 0))
@@ -78,4 +81,5 @@ def _verdict(step: Mapping[str, Any], name: str, value: float, harmless: bool) -
     )
     alone, further = (_UNSAMPLED, _LATER) if step.get("detailed") is False else (_ALONE, _ADVICE)
     advice = () if harmless else (further,)
-    return Verdict("contained" if harmless else "fault", origin=origin, evidence=(said, alone), advice=advice)
+    evidence = (said, *([stands_still(stuck)] if stuck else []), alone)
+    return Verdict("contained" if harmless else "fault", origin=origin, evidence=evidence, advice=advice)

@@ -59,6 +59,25 @@ def test_a_running_trace_warns_at_the_second_stuck_step_and_not_before() -> None
         loop([True, False, True])
 
 
+@pytest.mark.parametrize(
+    ("options", "origin", "warned"),
+    (
+        ({"stats": "none"}, 1, "The loss of step 1 was nan"),
+        ({"every": 5}, 2, "step 2: first nonfinite tensor: loss"),  # the step after a bad one is recorded in detail
+    ),
+)
+def test_a_ledger_without_tensors_stands_still_as_well(options: dict[str, Any], origin: int, warned: str) -> None:
+    verdict = judged([False, *[True] * 4], **options)
+    assert (verdict.status, verdict.origin.step, verdict.origin.tensor) == ("fault", origin, "loss")
+    assert "In steps 1 to 4 the loss was nonfinite before it was scaled" in " ".join(verdict.evidence)
+    assert judged([False, True, True, False], **options).status == "contained"
+    with pytest.warns(nantrace.NantraceWarning, match=warned):
+        loop([False, True, True], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop([False, True, False, True], **options)
+
+
 def test_a_stuck_step_is_raised_where_it_was_asked_for() -> None:
     with pytest.raises(nantrace.NonfiniteError, match="step 2"):
         loop([False, True, True, True], on_nonfinite="raise")
