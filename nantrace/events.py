@@ -211,12 +211,23 @@ class Trace:
         events: structured array of dtype `EVENT`, in order of execution.
         sites: the site table; `events["site"]` indexes it.
         modules: the model's modules, parents before children.
-        steps: one mapping a step (the ledger): "step", "first_seq", "events", "loss", "lr", "scale_before",
-            "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved"; absent keys were
-            not recorded. Of a long run a sequence that makes them when asked (`nantrace.steps.Steps`).
-            "scale_after", "attempted", "committed", "skipped", "batch_id", "seconds", "unobserved", "conduct" (what
-            was called around autocast and scaler: facts for `nantrace.diagnosis.recipe`); absent keys were not
-            recorded.
+        steps: one mapping a step (the ledger); absent keys were not recorded. Of a long run a sequence that makes them
+            when asked (`nantrace.steps.Steps`).
+            Of each step: "step", "first_seq", "events", "seconds", the updates "attempted", "committed" and "skipped";
+            unless only its numbers were kept, "unobserved" and "backwards".
+            Loss and rates: "loss", "losses" (by name), "lr", "schedulers".
+            Loss scale: "scale_before", "scale_after", "skipped_by" (parameters whose gradients made the scaler skip).
+            Updates so far: "attempted_total", "committed_total", "skipped_total", "totals_from", "optimizers" (each, if
+            there are several).
+            Gradients without the scale: "gradient_norm", "gradient_norms" (by top-level module), "gradient_read" (where
+            and after what), "gradient_norm_without" (parameters left out), "clip", "gradient_norm_before_clipping";
+            of a sampled step "weights" (of each parameter the norm of its gradient and the relative size of its
+            update).
+            Batch and decisions: "batch_id", "batch_check" (what was nonfinite in the batch of a step that failed),
+            "decisions" and "checkpoint" (both by `tracer.note`), "notes" (on what could not be recorded).
+            "conduct": what was called around autocast and scaler, facts for `nantrace.diagnosis.recipe`.
+            What was kept: "nonfinite" (events with a NaN or an infinity), "not_kept" (events that were dropped),
+            "detailed" (False: the ledger alone).
         meta: what holds for the whole trace: versions, device, options, notes on coverage.
         lineage: the flow of nonfinite values, when ops were recorded.
         complete: False when the writer did not close the file.
@@ -241,7 +252,8 @@ class Trace:
         return len(self.events)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Named, not imported: a value never loads rendering, only a cell that shows it does."""
+        """What a notebook shows: what the trace covers, and its modules, open at the first nonfinite event."""
+        # Named, not imported: a value never loads rendering, only a cell that shows it does.
         shown: str = importlib.import_module("nantrace.render.html").trace_cell(self)
         return shown
 

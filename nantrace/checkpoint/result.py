@@ -152,7 +152,8 @@ class CheckedFiles:
         return max(passing)[2] if passing else None
 
     def __str__(self) -> str:
-        """Named, not imported: a value loads rendering only when it is shown."""
+        """What `nantrace checkpoint` prints: each file with what is nonfinite in it, and the newest that passes."""
+        # Named, not imported: a value loads rendering only when it is shown.
         shown: str = importlib.import_module("nantrace.render.checkpoint").text(self)
         return shown
 

@@ -98,7 +98,8 @@ class Gate:
         return {"passed": self.passed, **found}
 
     def __str__(self) -> str:
-        """Named, not imported: a value loads rendering only when it is shown."""
+        """What `nantrace gate` prints: whether the trace passed, and each rule with what was found."""
+        # Named, not imported: a value loads rendering only when it is shown.
         shown: str = importlib.import_module("nantrace.render.gate").text(self)
         return shown
 

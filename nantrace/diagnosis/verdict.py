@@ -77,7 +77,8 @@ class Verdict:
     region: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Named, not imported: judging never loads rendering, only a cell that shows it does."""
+        """What a notebook shows: the verdict with its evidence and advice."""
+        # Named, not imported: judging never loads rendering, only a cell that shows it does.
         shown: str = importlib.import_module("nantrace.render.html").cell(None, self)
         return shown
 
