@@ -223,7 +223,7 @@ class Trace:
             and after what), "gradient_norm_without" (parameters left out), "clip", "gradient_norm_before_clipping";
             of a sampled step "weights" (of each parameter the norm of its gradient and the relative size of its
             update).
-            Batch and decisions: "batch_id", "batch_check" (what was nonfinite in the batch of a step that failed),
+            Batch and decisions: "batch_id", "batch_check" (what was odd in the batch of a step that failed),
             "decisions" and "checkpoint" (both by `tracer.note`), "notes" (on what could not be recorded).
             "conduct": what was called around autocast and scaler, facts for `nantrace.diagnosis.recipe`.
             What was kept: "nonfinite" (events with a NaN or an infinity), "not_kept" (events that were dropped),
