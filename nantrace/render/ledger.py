@@ -1,6 +1,7 @@
 """The ledger of a trace as a table of words: one row a step, and what was decided beside the steps.
 
-Shows the steps that did not go as they should before those that did; the whole of it stands in the trace.
+Shows the step that a verdict names and its neighbours, then the steps that did not go as they should before those that
+did; the whole of it stands in the trace.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
+from nantrace.steps import numbers_of
 
 HEAD = ("step", "update", "committed", "loss", "lr", "|grad|", "scale", "")
 #: Which columns stand at the right; which give way where the page is narrow; which are left out then.
 RIGHT, SHRINK, DROP = (*7 * (True,), False), (7,), (4, 5)
 _SHOWN = 8
+_AROUND = 2  # steps before and after the one that the verdict names
 _DECISIONS = 12
 
 
@@ -23,12 +27,29 @@ def has_table(trace: Trace) -> bool:
     return len(trace.steps) > 1 or any(step.get("skipped") or step.get("decisions") for step in trace.steps)
 
 
-def ledger_rows(trace: Trace, most: int = _SHOWN) -> tuple[list[list[str]], int]:
-    """The head and at most `most` steps, in order, and how many are not shown."""
+def ledger_rows(trace: Trace, verdict: Verdict, most: int = _SHOWN) -> tuple[list[list[str]], int]:
+    """The head and at most `most` steps, in order, and how many are not shown.
+
+    The step that the verdict names comes first and the steps around it, then those that did not go as they should, the
+    latest before the others.
+    """
     steps = trace.steps
-    order = sorted(range(len(steps)), key=lambda place: (is_plain(steps[place]), place < len(steps) - 2, -place))
+    near = _around(trace, verdict)
+    order = sorted(
+        range(len(steps)),
+        key=lambda place: (near.get(place, _AROUND + 1), is_plain(steps[place]), place < len(steps) - 2, -place),
+    )
     chosen = sorted(order[:most])
     return [list(HEAD), *([*cells(steps[place])] for place in chosen)], len(steps) - len(chosen)
+
+
+def _around(trace: Trace, verdict: Verdict) -> dict[int, int]:
+    """How far the places of steps next to the one that a verdict names lie from it."""
+    numbers = numbers_of(trace.steps)
+    if verdict.origin is None or verdict.origin.step not in numbers:
+        return {}
+    named = numbers.index(verdict.origin.step)
+    return {place: abs(place - named) for place in range(named - _AROUND, named + _AROUND + 1)}
 
 
 def is_plain(step: Mapping[str, Any]) -> bool:

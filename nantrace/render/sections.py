@@ -85,12 +85,15 @@ def pictures_html(trace: Trace, verdict: Verdict | None) -> str:
     return "".join(_figure(*picture) for picture in pictures)
 
 
-def ledger_html(trace: Trace) -> str:
-    """The steps as a table, all or of a long trace those that went wrong and the last; what was decided beside them."""
+def ledger_html(trace: Trace, verdict: Verdict) -> str:
+    """The steps as a table, with what was decided beside them.
+
+    Of a long trace those around the step of the verdict, those that went wrong and the last.
+    """
     if not len(trace.steps):
         return ""
-    (head, *rows), hidden = ledger.ledger_rows(trace, _STEPS_SHOWN)
-    note = f"<p class=quiet>{plural(hidden, 'more step')}, without skip or nonfinite number.</p>" if hidden else ""
+    (head, *rows), hidden = ledger.ledger_rows(trace, verdict, _STEPS_SHOWN)
+    note = f"<p class=quiet>and {plural(hidden, 'more step')}</p>" if hidden else ""
     state = " open" if len(rows) <= _STEPS_OPEN else ""
     table = f"<summary>{plural(len(trace.steps), 'step')}</summary>{_table(head, rows, ledger.RIGHT)}{note}"
     return f"<details{state}>{table}</details>{_list(ledger.decisions(trace))}"

@@ -68,7 +68,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
         page.paragraph(f"Left under suspicion: {', '.join(verdict.region)}.", indent=4, whole=True)
     if trace is not None:
         _rows(page, trace, verdict)
-        _ledger(page, trace)
+        _ledger(page, trace, verdict)
         _observations(page, trace)
         _recipe(page, trace)
     _what_next(page, trace, verdict)
@@ -139,10 +139,10 @@ def _rows(page: _Page, trace: Trace, verdict: Verdict) -> None:
         page.table(rows, marked)
 
 
-def _ledger(page: _Page, trace: Trace) -> None:
+def _ledger(page: _Page, trace: Trace, verdict: Verdict) -> None:
     if not ledger.has_table(trace):
         return
-    rows, hidden = ledger.ledger_rows(trace)
+    rows, hidden = ledger.ledger_rows(trace, verdict)
     page.gap()
     page.table(rows, -1, (ledger.RIGHT, ledger.SHRINK, ledger.DROP))
     if hidden:

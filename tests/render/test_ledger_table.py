@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
-from nantrace.diagnosis.verdict import Verdict
+from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import EVENT, Trace
+from nantrace.render.ledger import ledger_rows
 from nantrace.render.report import Report
 
 
@@ -60,6 +62,18 @@ def test_of_many_steps_those_that_went_wrong_are_shown() -> None:
     said = str(_report(*(_skip(n) if n == 7 else _step(n) for n in range(40))))
     assert "skipped: a.w +2" in said
     assert "and 32 more steps" in said
+
+
+@pytest.mark.parametrize(("named", "around"), ((0, [0, 1, 2]), (12, [10, 11, 12, 13, 14]), (29, [27, 28, 29])))
+def test_the_step_of_the_verdict_and_its_neighbours_are_shown(named: int, around: list[int]) -> None:
+    trace = Trace(np.zeros(0, EVENT), (), steps=[_step(n, loss=math.nan if n >= named else 0.5) for n in range(30)])
+    verdict = Verdict("fault", origin=Origin(step=named, phase="loss", tensor="loss", kind="nan"))
+    rows, hidden = ledger_rows(trace, verdict)
+    shown = [int(row[0]) for row in rows[1:]]
+    assert shown == sorted(shown)
+    assert (len(shown), hidden) == (8, 22)
+    assert set(around) <= set(shown)
+    assert "and 22 more steps" in str(Report(verdict, trace))
 
 
 def test_decisions_are_told_whatever_the_steps_did() -> None:
