@@ -24,8 +24,6 @@ def kind_of(call: Call, found: Masks, nan_parents: frozenset[int], inf_parents: 
     """How the nonfinite output came about; see `nantrace.lineage.Kind`."""
     nan_in = bool(nan_parents) or call.nan_literal
     inf_in = bool(inf_parents) or call.inf_literal
-    if call.facts.unwritten:
-        return "uninit"
     if found.nan and not nan_in:
         return "nan"
     if not nan_in and not inf_in:

@@ -17,6 +17,7 @@ from nantrace.flow.externals import External, Externals
 from nantrace.flow.host import HostReads
 from nantrace.flow.memory import Memory, Unseen
 from nantrace.flow.rounds import Rounds
+from nantrace.flow.unwritten import Unwritten
 from nantrace.flow.values import Masks, masks
 from nantrace.lineage import Category, Lineage, OpEvent
 
@@ -47,7 +48,8 @@ class Chronicle:
         externals: Externals,
         on_event: Callable[[OpEvent], None] | None,
     ) -> None:
-        self.memory, self.host = Memory(self._external), HostReads()
+        self.memory, self.host = Memory(self._external, self._read_unwritten), HostReads()
+        self._unwritten = Unwritten()
         self._recorder, self._lineage = recorder, recorder.lineage()
         self._places, self._rounds, self._externals = places, rounds, externals
         self._on_event = on_event
@@ -68,7 +70,10 @@ class Chronicle:
             self.host.remember(call)
             return
         for index, plane in bad:
-            self._event(call, place, index, plane, outputs)
+            if call.facts.unwritten:
+                self._hand_out(call, place, plane, outputs)
+            else:
+                self._event(call, place, index, plane, outputs)
 
     def hand_over(self, call: Call, filled: Iterable[Tensor]) -> None:
         """A collective gives memory to other processes.
@@ -125,6 +130,37 @@ class Chronicle:
         self.memory.blame(plane, found, event.id)
         if self._on_event is not None:
             self._on_event(event)
+
+    def _hand_out(self, call: Call, place: Context, plane: Tensor, outputs: int) -> None:
+        """Memory that nobody has written: no event, unless somebody reads its elements as they are."""
+        found = masks(plane)
+        event = OpEvent(
+            id=0,
+            time=self._recorder.time,
+            op=call.facts.op,
+            kind="uninit",
+            iteration=self._rounds.iteration,
+            **place.fields(),
+            **output_fields(plane, found, self._externals.batch_size, described=False),
+            outputs=outputs,
+            inplace=call.facts.mutates,
+            carries_grad=call.task >= 0 or call.needs_grad(),
+        )
+        number = self._unwritten.hand_out(event, plane.untyped_storage())
+        if call.facts.mutates:  # what a resized storage held before keeps its writers
+            self.memory.writers.adopt(plane, found.bad, number)
+        else:
+            self.memory.blame(plane, found, number)
+
+    def _read_unwritten(self, number: int) -> int:
+        """Elements that nobody has written are read: from the first time on this is an event; returns its id."""
+        event = self._unwritten.event(number)
+        if not event.id:
+            event.id = len(self._lineage.events) + 1
+            self._lineage.events.append(event)
+            if self._on_event is not None:
+                self._on_event(event)
+        return event.id
 
     def _external(self, plane: Tensor, found: Masks) -> int:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""

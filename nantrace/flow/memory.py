@@ -63,6 +63,8 @@ class Memory:
 
     Args:
         external: makes the event of nonfinite elements that nobody was seen writing, and returns its id.
+        unwritten: told that memory which an op handed out is read before it was written, by the op's negative number;
+            returns the id of its event.
 
     Attributes:
         finite: storages whose every write was seen and was finite.
@@ -71,13 +73,13 @@ class Memory:
         unread: how many tensors could not be read, by reason.
     """
 
-    def __init__(self, external: Callable[[Tensor, Masks], int]) -> None:
+    def __init__(self, external: Callable[[Tensor, Masks], int], unwritten: Callable[[int], int]) -> None:
         self.scanner, self.writers = Scanner(), Writers()
         self.tainted = self.writers.entries
         self.finite: set[int] = set()
         self.unseen: dict[int, Unseen] = {}
         self.unread: dict[str, int] = {}
-        self._external = external
+        self._external, self._unwritten = external, unwritten
 
     def is_known_finite(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.finite
@@ -121,8 +123,8 @@ class Memory:
             if self.scanner.is_finite(plane):
                 continue
             found = masks(plane)
-            nan_ids = self.writers.of(plane, found.nan_mask) if found.nan else frozenset()
-            inf_ids = self.writers.of(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
+            nan_ids = self._wrote(plane, found.nan_mask) if found.nan else frozenset()
+            inf_ids = self._wrote(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
             if 0 in nan_ids or 0 in inf_ids:
                 id = self._external(plane, found)
                 self.writers.adopt(plane, found.bad, id)
@@ -131,6 +133,10 @@ class Memory:
                 inf_ids = frozenset(i or id for i in inf_ids)
             return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids)
         return None
+
+    def _wrote(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
+        """Ids of the events that wrote these elements; 0 among them if somebody unseen did."""
+        return frozenset(self._unwritten(id) if id < 0 else id for id in self.writers.of(plane, mask))
 
     def wrote_plainly(self, tensor: Tensor) -> bool:
         """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""

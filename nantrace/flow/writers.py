@@ -36,7 +36,7 @@ class Entry:
 
 
 class Writers:
-    """Event ids by storage and element; id 0 means that nobody was seen writing it.
+    """Event ids by storage and element; id 0 means that nobody was seen writing it, a negative one that nobody has yet.
 
     Attributes:
         entries: by storage. Ask it whether a storage was ever nonfinite.

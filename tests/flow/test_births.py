@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,13 +43,51 @@ def test_a_nan_out_of_an_infinite_literal_is_born_all_the_same() -> None:
     assert kinds(recorded(lambda: torch.zeros(2) * -INF)) == [("aten.mul", "nan")]
 
 
-def test_memory_that_nobody_wrote_is_no_birth() -> None:
-    torch.use_deterministic_algorithms(True)  # fills it with NaN
-    try:
-        lineage = recorded(lambda: torch.empty(3))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert kinds(lineage) == [("aten.empty", "uninit")]
+@pytest.fixture
+def memory_of_nan() -> Iterator[None]:
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3),
+        lambda: torch.empty_like(torch.ones(3)),
+        lambda: torch.ones(2).new_empty(3),
+        lambda: torch.empty_strided((3,), (1,)),
+        lambda: torch.ones(1).resize_(3),
+    ],
+)
+def test_memory_that_nobody_wrote_is_no_birth_and_no_value_until_it_is_read(make: Callable[[], torch.Tensor]) -> None:
+    def all_written() -> None:
+        memory = make()
+        memory[1:] = 1
+        memory[0].fill_(2).add(1)
+        memory.sum()
+
+    assert kinds(recorded(all_written)) == []
+    assert kinds(recorded(lambda: make() is None)) == []
+    assert [kind for _, kind in kinds(recorded(lambda: make() + 1))] == ["uninit", "propagated"]
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+def test_only_reads_of_what_was_not_written_show_the_memory_as_it_was_handed_out() -> None:
+    def run() -> None:
+        memory = torch.empty(3)
+        memory[:2] = 1
+        memory[:2].sum()
+        (torch.zeros(1) / 0).sum()
+        (memory.sum() + memory[2]).sum()
+
+    lineage = recorded(run)
+    assert [kind for _, kind in kinds(lineage)][:3] == ["nan", "propagated", "uninit"]
+    read = only(lineage, "aten.empty")
+    assert (read.id, read.time < lineage.event(1).time) == (3, True)
+    assert {parent for event in lineage.events[3:] for parent in event.nan_parents if parent < 4} == {3}
 
 
 @pytest.mark.parametrize(("op", "value", "kind"), [(torch.log, 0.0, "inf"), (torch.sqrt, -1.0, "nan")])
