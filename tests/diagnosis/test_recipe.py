@@ -310,3 +310,14 @@ def test_a_report_has_a_section_for_broken_rules_and_none_without() -> None:
     kept, _ = traced(programs.clip_unscaled)
     assert "RECIPE" not in str(nantrace.report(kept))
     assert nantrace.report(kept).to_dict()["recipe"] == []
+
+
+def test_a_loss_times_a_number_does_not_end_the_recording_of_ops() -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with nantrace.trace(model, optimizer=optimizer, ops=True) as tracer:
+        scaler.scale(model(torch.ones(3, 4)).mean() * 0.5).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [step["conduct"]["scales"] for step in tracer.trace.steps] == [[8.0]]
