@@ -12,9 +12,13 @@ import click
 from nantrace.cli.answers import finish, print_json, print_out, verdict_text
 from nantrace.cli.console import Progress, fail, note, sentences
 from nantrace.cli.targets import Again, leaving, load_step
+from nantrace.errors import ReplayError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nantrace.diagnosis.verdict import Verdict
+    from nantrace.replay.reproducer import Reproducer
     from nantrace.replay.step import Step
 
 #: What was asked for beyond a verdict, by name: as JSON and as a sentence.
@@ -73,10 +77,13 @@ def bisect(
                 progress=progress,
             )
             raised = watched.told  # by a run of the whole step: those of parts of the batch may raise too
-            more = _more(step, verdict, capture, samples, reproducer, progress)
         if raised is not None:
             note(raised)
-        _show_bisected(verdict, more, as_json, _next_command(verdict, again, output, more, max_replays, depth))
+        if not as_json:
+            print_out(verdict_text(None, verdict))  # before more is tried: that may take long, and may not come off
+        with leaving(watched):
+            more = _more(step, verdict, capture, samples, reproducer, progress)
+        _show_more(verdict, more, as_json, _next_command(verdict, again, output, more, max_replays, depth))
         if raised is not None and verdict.status != "fault":
             fail(
                 f"the step raised {watched.short} before anything harmful was nonfinite: mend that, then bisect again."
@@ -98,27 +105,44 @@ def _more(
     reproducer: str | None,
     progress: Progress,
 ) -> _More:
+    """What was asked for beyond the verdict; of what cannot be had, one sentence that says why."""
     if not samples and reproducer is None:
         return {}
     from nantrace.replay.captured import applied
     from nantrace.replay.reproducer import write_reproducer
-    from nantrace.replay.samples import smallest_failing_batch
 
     found: _More = {}
     with contextlib.ExitStack() as exits:
         if capture is not None:
             step = exits.enter_context(applied(step, capture)).step or step
-        if samples and verdict.status != "clean":
-            fewest = smallest_failing_batch(step, progress=progress)
-            found["samples"] = (dataclasses.asdict(fewest), str(fewest))
+        if samples:
+            found["samples"] = _or_why_not(lambda: _fewest(step, verdict, progress))
         if reproducer is not None:
-            made = write_reproducer(reproducer, step, verdict)
-            plain = {"script": str(made.script), "verified": made.verified, "said": made.said}
-            found["reproducer"] = (plain, str(made))
+            found["reproducer"] = _or_why_not(lambda: _written(write_reproducer(reproducer, step, verdict)))
     return found
 
 
-def _show_bisected(verdict: Verdict, more: _More, as_json: bool, command: str | None) -> None:
+def _or_why_not(find: Callable[[], tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], str]:
+    try:
+        return find()
+    except ReplayError as error:
+        return {"problem": str(error)}, str(error)
+
+
+def _fewest(step: Step, verdict: Verdict, progress: Progress) -> tuple[dict[str, Any], str]:
+    from nantrace.replay.samples import smallest_failing_batch
+
+    if verdict.status in ("clean", "expected"):
+        raise ReplayError(f"No failing samples: the verdict is {verdict.status}, there is nothing to leave out.")
+    fewest = smallest_failing_batch(step, progress=progress)
+    return dataclasses.asdict(fewest), str(fewest)
+
+
+def _written(made: Reproducer) -> tuple[dict[str, Any], str]:
+    return {"script": str(made.script), "verified": made.verified, "said": made.said}, str(made)
+
+
+def _show_more(verdict: Verdict, more: _More, as_json: bool, command: str | None) -> None:
     if as_json:
         from nantrace.render.report import Report
 
@@ -127,7 +151,8 @@ def _show_bisected(verdict: Verdict, more: _More, as_json: bool, command: str | 
         if command is not None:
             note(f"Next: {command}")
         return
-    print_out("\n\n".join([verdict_text(None, verdict), *(sentence for _, sentence in more.values())]))
+    for _, sentence in more.values():
+        print_out(f"\n{sentence}")
     if command is not None:
         print_out(f"Next: {command}")
 
@@ -136,7 +161,7 @@ def _next_command(verdict: Verdict, again: Again, output: str | None, more: _Mor
     """What helps most after this verdict; None where nothing is left to find."""
     if verdict.status == "inconclusive" and verdict.replays >= most:
         return again.command("--max-replays", str(4 * most))
-    if "reproducer" in more:
+    if "script" in more.get("reproducer", ({}, ""))[0]:
         return shlex.join(["python", more["reproducer"][0]["script"]])
     if output is not None:
         return shlex.join(["nantrace", "report", output])
@@ -145,4 +170,5 @@ def _next_command(verdict: Verdict, again: Again, output: str | None, more: _Mor
         return None
     if not origin.op:
         return again.command() if depth == "module" else None
-    return again.command("--reproducer", "reproducer") if verdict.status in ("fault", "contained") else None
+    wanted = verdict.status in ("fault", "contained") and "reproducer" not in more
+    return again.command("--reproducer", "reproducer") if wanted else None

@@ -123,12 +123,10 @@ def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdic
     """
     origin = verdict.origin
     if origin is None or origin.op is None:
-        raise ReplayError(f"The verdict ({verdict.status}) names no op to reproduce; bisect down to an op first.")
+        raise ReplayError(f"No reproducer: {_why_no_op(verdict)}.")
     library = origin.op.partition(".")[0]
     if library not in _TORCHS_OWN:
-        raise ReplayError(
-            f"No reproducer was written: {origin.op} is an op of {library}, which torch alone cannot run."
-        )
+        raise ReplayError(f"No reproducer: {origin.op} is an op of {library}, which torch alone cannot run.")
     with Replays(step, 2) as replays:
         keeper = _kept(replays, origin)
     target = Path(folder)
@@ -138,8 +136,22 @@ def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdic
         script = target / "reproduce.py"
         script.write_text(_text(origin, keeper), encoding="utf-8")
     except OSError as failed:
-        raise ReplayError(f"{target} cannot be written ({failed.strerror}): choose another folder.") from None
+        said = f"No reproducer: {target} cannot be written ({failed.strerror}): choose another folder."
+        raise ReplayError(said) from None
     return _verified(script)
+
+
+def _why_no_op(verdict: Verdict) -> str:
+    if verdict.status in ("clean", "expected"):
+        return f"the verdict is {verdict.status}, there is no op to reproduce"
+    if verdict.stage not in ("input", "state"):
+        return f"the verdict ({verdict.status}) names no op to reproduce; bisect down to an op first"
+    if verdict.stage == "state":
+        bad = "the state was bad before the step began"
+    else:
+        bad = "a constant was bad" if verdict.cause == "bad_constant" else "the batch itself was bad"
+    name = verdict.origin.tensor if verdict.origin is not None else None
+    return f"{bad}{f' ({name})' if name else ''}, there is no op to reproduce"
 
 
 def _kept(replays: Replays, origin: Origin) -> Keeper:
@@ -152,9 +164,10 @@ def _kept(replays: Replays, origin: Origin) -> Keeper:
             returned, error = called(replays.step)
         listener.ended(returned, error)
     if keeper.problem:
-        raise ReplayError(f"No reproducer was written, {origin.op} cannot be run by torch alone: {keeper.problem}.")
+        raise ReplayError(f"No reproducer: {origin.op} cannot be run by torch alone, {keeper.problem}.")
     if keeper.kept is None or keeper.name != event.op:
-        raise ReplayError(f"{origin.op} did not run again as operation {event.time}: the step is not deterministic.")
+        said = f"{origin.op} did not run again as operation {event.time}, the step is not deterministic"
+        raise ReplayError(f"No reproducer: {said}.")
     return keeper
 
 
@@ -165,7 +178,7 @@ def _found(lineage: Lineage, origin: Origin) -> OpEvent:
             return event
     loose = [e for e in lineage.events if (e.op, e.module, e.node) == wanted[:3]]
     if not loose:
-        raise ReplayError(f"{origin.op} gave birth to nothing nonfinite when the step ran again.")
+        raise ReplayError(f"No reproducer: {origin.op} gave birth to nothing nonfinite when the step ran again.")
     return loose[0]
 
 

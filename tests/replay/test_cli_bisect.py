@@ -52,6 +52,10 @@ def root():
     return nantrace.Step(train, model, {"x": torch.ones(4, 2)})
 
 
+def bad_batch():
+    return step_with(torch.nn.Identity(), float("nan"))
+
+
 def good():
     return step_with(Log(), float(sys.argv[1]) if sys.argv[1:] else 2.0)
 """
@@ -120,6 +124,37 @@ def test_where_anomaly_mode_stops_the_step_is_told_as_evidence_of_the_same_fault
     assert "Traceback" not in done.stderr
 
 
+def test_a_reproducer_that_cannot_be_had_leaves_the_verdict_and_its_exit_code(script: Path) -> None:
+    done = run("train.py:bad_batch", "--reproducer", "out", "--exit-code")
+    assert done.stdout.startswith("FIRST NONFINITE") and "FAULT in input" in done.stdout and done.exit_code == 1
+    said = "No reproducer: the batch itself was bad (batch.x), there is no op to reproduce."
+    assert last(done) == said and not (script / "out").exists()
+    plain = run("train.py:bad_batch", "--reproducer", "out", "--json")
+    found = json.loads(plain.stdout)
+    assert found["verdict"]["status"] == "fault" and found["reproducer"] == {"problem": said} and plain.exit_code == 0
+
+
+def test_a_healthy_step_has_neither_reproducer_nor_failing_samples_and_is_still_clean(script: Path) -> None:
+    done = run("train.py:good", "--reproducer", "out", "--samples", "--exit-code")
+    assert "CLEAN" in done.stdout and done.exit_code == 0
+    assert "No failing samples: the verdict is clean" in done.stdout
+    assert last(done) == "No reproducer: the verdict is clean, there is no op to reproduce."
+
+
+def test_a_folder_that_cannot_be_written_costs_neither_verdict_nor_samples(script: Path) -> None:
+    done = run("train.py:bad", "--reproducer", "train.py", "--samples")
+    assert "FAULT in forward" in done.stdout and "Not bit-exact" in done.stdout and done.exit_code == 0
+    assert last(done) == "No reproducer: train.py cannot be written (File exists): choose another folder."
+
+
+def test_anomaly_mode_samples_and_reproducer_each_have_their_say(script: Path) -> None:
+    done = run("train.py:root", "--anomaly", "--samples", "--reproducer", "out")
+    assert "FAULT in backward" in done.stdout and done.exit_code == 0
+    places = [done.stdout.index(each) for each in ("detect_anomaly stopped at", "Of 4 samples", "Wrote out")]
+    assert places == sorted(places) and "verified in a fresh process" in done.stdout
+    assert last(done) == "Next: python out/reproduce.py"
+
+
 def test_a_dry_run_runs_nothing(script: Path) -> None:
     done = run("train.py:bad", "--dry-run")
     assert "Kept and restored around each replay: 44 bytes on cpu." in done.stdout
@@ -146,7 +181,6 @@ def test_a_search_that_was_cut_short_asks_for_more_replays(script: Path) -> None
         (("train.py",), 3, "names no step"),
         (("train.py:nothing",), 3, "has no 'nothing'"),
         (("train.py:bad", "--capture", "none.capture"), 3, "There is no file 'none.capture'"),
-        (("train.py:good", "--reproducer", "out"), 3, "names no op to reproduce"),
         (("train.py:bad", "--depth", "deep"), 2, "Invalid value for '--depth'"),
         (("train.py:bad", "--max-replays", "0"), 2, "Invalid value for '--max-replays'"),
         ((), 2, "Missing argument 'TARGET'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,5 +124,19 @@ def test_expanded_and_transposed_inputs_keep_their_strides() -> None:
 
 def test_a_verdict_without_an_op_is_refused(tmp_path: Path) -> None:
     step = step_of(torch.tanh)
-    with pytest.raises(ReplayError, match=r"The verdict \(clean\) names no op"):
+    with pytest.raises(ReplayError, match=r"No reproducer: the verdict is clean, there is no op"):
         write_reproducer(tmp_path, step, bisect(step))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "why"),
+    [
+        (Verdict("fault", "input", "bad_input", Origin(tensor="batch.x")), "the batch itself was bad (batch.x), there"),
+        (Verdict("fault", "input", "bad_constant", Origin()), "a constant was bad, there is no op"),
+        (Verdict("fault", "state", origin=Origin(tensor="0.bias")), "the state was bad before the step began (0.bias)"),
+        (Verdict("fault", "forward", origin=Origin(module="0")), "the verdict (fault) names no op to reproduce"),
+    ],
+)
+def test_why_there_is_no_op_is_said_by_what_was_bad(tmp_path: Path, verdict: Verdict, why: str) -> None:
+    with pytest.raises(ReplayError, match=re.escape(f"No reproducer: {why}")):
+        write_reproducer(tmp_path, step_of(torch.tanh), verdict)
