@@ -65,7 +65,7 @@ class Books:
             step.scale = self._scale
         for root in roots:
             if root.numel() == 1:
-                step.root = self._without_scale(root)
+                step.take_root(self._without_scale(root))
         step.losses.update(self.losses)
         self._scaled, self._scale, self.losses = [], None, {}
 

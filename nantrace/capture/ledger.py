@@ -43,7 +43,7 @@ class OpenStep:
         unscaled: ids of optimizers whose gradients were unscaled by their scaler.
         scale: that the first loss of the step was multiplied with; None without a scaler.
         clips: what was clipped.
-        root: the value that the last backward began from, without the scale.
+        root: the value that the last backward began from, without the scale; once one was nonfinite, that one.
         losses: named parts of the loss.
         schedulers: by id, the name, position and calls of each that stepped.
         decisions: what the user put on record.
@@ -103,6 +103,17 @@ class OpenStep:
             for key, began in self.began.items()
         }
 
+    def take_root(self, root: torch.Tensor) -> None:
+        """A backward began from this scalar; a later one hides no nonfinite one before it. Use within `Quiet`.
+
+        Never waits: a value on another device, or of a subclass whose operations may communicate, is not compared.
+        """
+        before = self.root
+        if before is not None and before.device == root.device and _is_real(before) and _is_real(root):
+            before, root = before.reshape(()), root.reshape(())
+            root = torch.where(torch.isfinite(before), root, before.to(root.dtype))
+        self.root = root
+
     def take_losses(self, loss: Any) -> None:
         """What the user calls the loss: a number, a tensor, or named parts, of which "loss" or "total" is the whole."""
         if isinstance(loss, Mapping):
@@ -158,6 +169,10 @@ class OpenStep:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _is_real(value: torch.Tensor) -> bool:
+    return type(value) is torch.Tensor and value.is_floating_point()
 
 
 def detached(value: Any) -> Any:

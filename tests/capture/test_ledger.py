@@ -323,6 +323,19 @@ def test_micro_steps_are_counted() -> None:
     assert tracer.trace.steps[0]["backwards"] == 3
 
 
+@pytest.mark.parametrize("value", (math.nan, -math.inf))
+def test_a_later_micro_batch_hides_no_nonfinite_loss(value: float) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with _traced(model) as tracer:
+        for losses in ([1.0, value, 2.0], [1.0, 2.0]):
+            for loss in losses:
+                (model(torch.ones(1, 2)).sum() * 0 + loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step["loss"] for step in tracer.trace.steps] == [pytest.approx(value, nan_ok=True), 2.0]
+
+
 def test_a_sampled_step_tells_how_far_each_weight_moved() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
