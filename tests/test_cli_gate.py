@@ -75,7 +75,7 @@ def test_wrong_use_and_an_empty_window_are_sentences(good: Path, tmp_path: Path)
     done = run("gate", good, "--warm-up", "20")
     assert done.exit_code == 3
     assert done.stderr == (
-        f"nantrace: The gate window is empty: {good} holds 20 attempted update(s), all within the warm-up of 20; lower "
+        f"nantrace: The gate window is empty: {good} holds 20 attempted updates, all within the warm-up of 20; lower "
         "the warm-up or trace more steps.\n"
     )
     assert run("gate", tmp_path / "none.h5").exit_code == 3

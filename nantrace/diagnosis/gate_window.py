@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nantrace.diagnosis.causes.wording import plural
 from nantrace.errors import NantraceError
 from nantrace.events import Trace
 
@@ -169,11 +170,11 @@ def _without_ledger(trace: Trace, thresholds: Thresholds, where: str) -> Window:
 def _empty(where: str, steps: int, attempted: int, warm_up: int) -> str:
     if not attempted:
         return (
-            f"The gate window is empty: no update was attempted in the {steps:,} step(s) of {where}; "
+            f"The gate window is empty: no update was attempted in the {plural(steps, 'step')} of {where}; "
             "trace a run with an optimizer."
         )
     return (
-        f"The gate window is empty: {where} holds {attempted:,} attempted update(s), all within the warm-up of "
+        f"The gate window is empty: {where} holds {plural(attempted, 'attempted update')}, all within the warm-up of "
         f"{warm_up:,}; lower the warm-up or trace more steps."
     )
 

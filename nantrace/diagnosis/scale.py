@@ -51,12 +51,16 @@ def _calibration(rows: Rows, run: list[int]) -> Observation:
     return Observation(
         "calibration",
         _numbers(rows, run),
-        f"The first {len(run)} update(s) were skipped while the scale fell from {_scale(rows[0]):,.6g} to "
+        f"{_first(len(run))} skipped while the scale fell from {_scale(rows[0]):,.6g} to "
         f"{_end(rows, run):,.6g}; the next was committed.",
         (),
         "A scaler begins high and finds its level: this is how it works.",
         "Nothing to do, unless updates are skipped later as well.",
     )
+
+
+def _first(count: int) -> str:
+    return "The first update was" if count == 1 else f"The first {count:,} updates were"
 
 
 def _occasional(rows: Rows, runs: list[list[int]]) -> Observation:

@@ -418,14 +418,12 @@ def test_an_empty_window_is_one_sentence() -> None:
     with pytest.raises(nantrace.NantraceError) as raised:
         gate(run(steps=12), warm_up=12)
     assert str(raised.value) == (
-        "The gate window is empty: the trace in memory holds 12 attempted update(s), all within the warm-up of 12; "
+        "The gate window is empty: the trace in memory holds 12 attempted updates, all within the warm-up of 12; "
         "lower the warm-up or trace more steps."
     )
     with pytest.raises(nantrace.NantraceError, match="holds no steps; trace the run that is to be promoted"):
         gate(ledger([]))
-    with pytest.raises(
-        nantrace.NantraceError, match=r"no update was attempted in the 3 step\(s\) of the trace in memory"
-    ):
+    with pytest.raises(nantrace.NantraceError, match="no update was attempted in the 3 steps of the trace in memory"):
         gate(ledger([{"attempted": 0, "committed": 0}] * 3))
 
 

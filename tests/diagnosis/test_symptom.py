@@ -111,6 +111,12 @@ def test_the_scale_is_read(pattern: str, committed: int, kinds: list[str]) -> No
     assert _kinds(readings(_scaled(pattern, committed=committed))) == kinds
 
 
+@pytest.mark.parametrize(("pattern", "said"), (("s...", "The first update was"), ("ss...", "The first 2 updates were")))
+def test_one_update_is_told_in_the_singular(pattern: str, said: str) -> None:
+    (found,) = readings(_scaled(pattern))
+    assert found.sentence.startswith(f"{said} skipped while the scale fell from 65,536 to ")
+
+
 def test_growth_before_a_skip_is_told() -> None:
     (found,) = readings(_scaled("...g...s....", committed=500))
     assert found.evidence == ("The scale had grown before 1 of these.",)
