@@ -38,12 +38,12 @@ class Samples:
     minimal: bool
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.indices[:12])) + (", ..." if len(self.indices) > 12 else "")
+        count, rough = len(self.indices), "Not bit-exact: a smaller batch takes other kernels."
+        if count == 1:
+            return f"Of {self.size:,} samples, 1 fails by itself (sample {self.indices[0]}). {rough}"
+        shown = ", ".join(map(str, self.indices[:12])) + (", ..." if count > 12 else "")
         end = "none of them can be left out" if self.minimal else "the replays ran out before fewer were tried"
-        return (
-            f"Of {self.size:,} samples {len(self.indices):,} fail by themselves ({shown}); {end}. "
-            f"Not bit-exact: a smaller batch takes other kernels."
-        )
+        return f"Of {self.size:,} samples, {count:,} fail together (samples {shown}); {end}. {rough}"
 
 
 def smallest_failing_batch(

@@ -112,7 +112,7 @@ def test_json_is_all_of_stdout(script: Path) -> None:
 
 
 def test_the_samples_are_told(script: Path) -> None:
-    assert "Of 4 samples 1 fail by themselves (1)" in run("train.py:bad", "--samples").stdout
+    assert "Of 4 samples, 1 fails by itself (sample 1). Not" in run("train.py:bad", "--samples").stdout
 
 
 def test_where_anomaly_mode_stops_the_step_is_told_as_evidence_of_the_same_fault(script: Path) -> None:

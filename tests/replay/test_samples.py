@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nantrace.errors import ReplayError
-from nantrace.replay.samples import reduced, sliced, smallest_failing_batch
+from nantrace.replay.samples import Samples, reduced, sliced, smallest_failing_batch
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
 
@@ -38,6 +38,12 @@ def test_the_one_sample_that_overflows_is_found_and_the_state_comes_back() -> No
     assert (found.indices, found.size, found.minimal) == ((11,), 16, True)
     assert "Not bit-exact" in str(found)
     assert before.differences() == ()
+
+
+def test_one_sample_and_several_are_told_in_english() -> None:
+    assert str(Samples((11,), 16, 9, True)).startswith("Of 16 samples, 1 fails by itself (sample 11). Not bit-exact")
+    several = "Of 16 samples, 2 fail together (samples 3, 7); none of them can be left out. Not bit-exact"
+    assert str(Samples((3, 7), 16, 9, True)).startswith(several)
 
 
 def test_when_the_replays_run_out_it_says_so() -> None:
