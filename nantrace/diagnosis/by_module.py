@@ -165,7 +165,8 @@ def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
     if seen.role[sink] == Role.BUFFER and evidence.skipped(seen, int(seen.step[sink])):
         stage, why = "update", evidence.poisoned_buffers(seen, sink)
     elif seen.role[sink] == Role.BUFFER and suspects.left_out(seen, root[0]):
-        stage, why = "update", evidence.written_buffers(seen, sink)
+        given = suspects.came_in(seen, root[0])  # bad data is that, whatever was made of it
+        stage, why = stage if given else "update", evidence.written_buffers(seen, sink)
     elif not external:
         why = growth.exploded(seen, root[0])
         stage = "update" if why else stage
@@ -277,9 +278,9 @@ def _stage(seen: Seen, row: int) -> Stage | None:
         return "loss" if around.foreign else "forward"
     if unseen:
         return None
-    earlier = [c for c in seen.calls(int(seen.step[row])).values() if c.parent is None and c.last < row]
-    if earlier:
-        return "loss"
+    if suspects.called_before(seen, row):
+        # What the model itself is called with next may be the next batch as well as what was made of its output.
+        return None if suspects.came_in(seen, row) else "loss"
     return None if suspects.finite_batch(seen, row) else "input"
 
 
@@ -297,7 +298,7 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
         cause,
         origin,
         said,
-        evidence.advice(seen, row, blame.stage, cause, blame.status),
+        evidence.advice(seen, row, blame.stage, cause, blame.sink),
         _others(seen, blame),
         path,
         region=suspects.region(seen, row),

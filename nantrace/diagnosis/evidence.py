@@ -405,8 +405,8 @@ def _buffers(seen: Seen, sink: int) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, status: Status) -> tuple[str, ...]:
-    """The next controlled checks, at most three."""
+def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, kept: int | None = None) -> tuple[str, ...]:
+    """The next controlled checks, at most three. `kept`: the row of what holds the damage, if anything does."""
     if is_external(seen, row):
         return advice_for_state(seen, row)
     call: Call | None = enclosing(seen, row)
@@ -414,7 +414,7 @@ def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, status:
     found = []
     if stage == "update" and cause == "exploding_update":
         found.append("Repeat the steps with a tenth of the learning rate, or with gradients clipped before the update.")
-    elif stage == "update":
+    elif stage == "update" or (kept is not None and seen.role[kept] == Role.BUFFER and suspects.left_out(seen, row)):
         found.append(
             "Keep the running statistics of a step whose update is skipped: restore them, or normalise in float32."
         )

@@ -70,11 +70,19 @@ def unseen_words(seen: Seen) -> str:
 
 
 def came_in(seen: Seen, row: int) -> bool:
-    """Whether `row` is an argument of a call from outside, the first of its step: the batch, or what was made of it."""
+    """Whether `row` is an argument that data comes in by: the batch, or what was made of it.
+
+    Of the model itself, or of the first call of a step, if that was called from outside.
+    """
     call = seen.call_of(row)
     if seen.role[row] != Role.INPUT or call is None or call.parent is not None:
         return False
-    return not any(other.last < row for other in seen.calls(int(seen.step[row])).values())
+    return call.module == "" or not called_before(seen, row)
+
+
+def called_before(seen: Seen, row: int) -> bool:
+    """Whether a call of the step had returned before `row`."""
+    return any(other.last < row for other in seen.calls(int(seen.step[row])).values())
 
 
 def finite_batch(seen: Seen, row: int) -> bool:

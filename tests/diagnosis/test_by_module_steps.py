@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -425,3 +426,48 @@ def test_a_score_of_minus_infinity_without_backward_is_no_mask() -> None:
     model = nn.Sequential(nn.Linear(4, 1), LogOfZero())
     verdict = judged(model, lambda: model(torch.ones(2, 4)))
     assert (verdict.status, verdict.stage) == ("fault", "forward")
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def test_a_bad_batch_after_another_call_of_the_step_is_no_matter_of_the_loss() -> None:
+    model = with_batch_norm()
+    training = trained(model, torch.full((4, 4), math.inf))
+
+    def step() -> None:
+        with torch.no_grad():
+            model(torch.randn(4, 4))
+        training()
+
+    verdict = judged(model, step)
+    assert (verdict.status, verdict.stage) == ("fault", None)
+    assert verdict.origin is not None and verdict.origin.tensor == "(model) args[0]"
+    assert "whether the batch held it already" in said(verdict)
+    assert any("batch=batch" in each for each in verdict.advice)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_bad_batch_that_the_loops_check_kept_from_the_update_is_still_the_input(evaluated: bool) -> None:
+    model = with_batch_norm()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = [torch.randn(4, 4) for _ in range(3)]
+    batches[1][0, 0] = math.inf
+
+    def step() -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            if evaluated:
+                with torch.no_grad():
+                    model(batches[0])
+            loss = model(batch).mean()
+            if torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
+
+    verdict = judged(model, step)
+    assert (verdict.status, verdict.stage) == ("fault", None if evaluated else "input")
+    assert verdict.origin is not None and (verdict.origin.step, verdict.origin.tensor) == (1, "(model) args[0]")
+    assert "1.running_var kept what it had written" in said(verdict)
+    assert any("running statistics" in each for each in verdict.advice)
