@@ -167,7 +167,8 @@ def _factor(node: Any) -> Factor:
     if other.device.type != "cpu":
         return Factor(None, address, divides)
     # `tolist`: under a dispatch mode, which records ops, PyTorch hands a Python number's tensor on as the bare number.
-    value = float(other.tolist() if other.dim() == 0 else other.detach())
+    plain: Any = other.tolist() if other.dim() == 0 else other.detach()
+    value = float(plain)
     if divides:
         value = 1 / value if value else float("inf")
     return Factor(value, address, divides)
