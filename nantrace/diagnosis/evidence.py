@@ -101,8 +101,19 @@ def sentences(
 
 def _what(seen: Seen, row: int, cause: str | None) -> str:
     if is_external(seen, row):
-        return f"{seen.name(row)} was nonfinite before the step used it: {counts(seen.stats(row))}."
+        finite = seen_finite(seen, row)
+        since = "" if finite is None else f" It was finite {finite}: something wrote it since."
+        return f"{seen.name(row)} was nonfinite before the step used it: {counts(seen.stats(row))}.{since}"
     return _reason(seen, row, cause)
+
+
+def seen_finite(seen: Seen, row: int) -> str | None:
+    """When state that is nonfinite was last seen finite: "when step 3 ended"; None if it never was."""
+    before = seen.before(row, Role(int(seen.role[row])), seen.name(row))
+    if before is None or seen.bad[before] or seen.role[row] == Role.INPUT:
+        return None
+    step = int(seen.step[before])
+    return f"when step {step} ended" if seen.phase[before] == Phase.UPDATE else f"when step {step} began"
 
 
 def _reason(seen: Seen, row: int, cause: str | None) -> str:
@@ -448,6 +459,13 @@ def advice_for_state(seen: Seen, row: int) -> tuple[str, ...]:
         place = index(seen.stats(row))
         sample = f", sample {place[0]} first" if place else ""
         return (f"Look where {name} is made{sample}: divisions, logs and missing values in the dataset.",)
+    finite = seen_finite(seen, row)
+    if finite is not None:
+        return (
+            f"Look at what wrote {name}, finite {finite}, before step {int(seen.step[row])} used it: an average of "
+            "weights (EMA, a teacher), a copy or a load.",
+            f"Print whether {name} is finite after each line of the loop that writes it.",
+        )
     if role == Role.PARAM:
         return (f"Look at how {name} is initialised, and at the checkpoint that it was loaded from.",)
     if role == Role.STATE:

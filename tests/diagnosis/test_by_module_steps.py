@@ -471,3 +471,21 @@ def test_a_bad_batch_that_the_loops_check_kept_from_the_update_is_still_the_inpu
     assert verdict.origin is not None and (verdict.origin.step, verdict.origin.tensor) == (1, "(model) args[0]")
     assert "1.running_var kept what it had written" in said(verdict)
     assert any("running statistics" in each for each in verdict.advice)
+
+
+def test_a_parameter_that_the_trace_saw_finite_before_is_not_looked_for_in_a_checkpoint() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    training = trained(model, torch.randn(4, 4))
+    model[0].requires_grad_(False)  # an average of other weights, as a teacher is
+
+    def step() -> None:
+        training()
+        training()
+        with torch.no_grad():
+            model[0].weight.div_(0)
+        training()
+
+    verdict = judged(model, step)
+    assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "update", "bad_param")
+    assert "It was finite when step 1 ended: something wrote it since." in said(verdict)
+    assert "before step 2 used it" in verdict.advice[0] and not any("checkpoint" in each for each in verdict.advice)
