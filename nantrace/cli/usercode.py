@@ -36,13 +36,13 @@ class Watched:
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, watched; whatever it raises goes on unchanged."""
-        import torch
+        from nantrace.replay.anomaly import is_on
 
-        asked = torch.is_anomaly_enabled()  # by the user: what it stops is the step's own failure
+        asked = is_on()  # by the user: what it stops is the step's own failure
 
         @functools.wraps(run)
         def run_watched(*args: Any) -> Any:
-            stopped = torch.is_anomaly_enabled() and not asked  # whoever replays it may let anomaly mode stop it
+            stopped = is_on() and not asked  # whoever replays it may let anomaly mode stop it
             try:
                 return run(*args)
             except BaseException as error:

@@ -28,6 +28,11 @@ _NOT_THE_USERS = (
 )
 
 
+def is_on() -> bool:
+    """Whether anomaly mode is on, whoever switched it on."""
+    return torch.is_anomaly_enabled()
+
+
 def anomaly_evidence(replays: Replays, first: Ends) -> tuple[str, ...]:
     """Sentences: the node it stopped at with its forward stack, or why it was not asked or could not tell."""
     if not first.forward_was_finite:
