@@ -252,7 +252,9 @@ def _stage(seen: Seen, row: int) -> Stage | None:
     if is_external(seen, row):
         if role is Role.INPUT:
             return "input"
-        return "state" if seen.before(row, role, seen.name(row)) is None else "update"
+        if seen.before(row, role, seen.name(row)) is not None:
+            return "update"
+        return None if suspects.updates_before(seen) else "state"
     if phase is Phase.UPDATE:
         return "forward" if role is Role.BUFFER else "optimizer"
     if role is Role.LOSS:

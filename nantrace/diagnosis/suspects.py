@@ -127,6 +127,12 @@ def checked(seen: Seen) -> bool:
     return bool(known) and seen.trace.raised is None
 
 
+def updates_before(seen: Seen) -> bool:
+    """Whether updates were made under observation before the first step that the trace holds: one step of many."""
+    row = next((entry for entry in seen.trace.steps if entry.get("step") == int(seen.step[0])), {})
+    return int(row.get("attempted_total") or 0) > int(row.get("attempted") or 0)
+
+
 def left_out(seen: Seen, row: int) -> bool:
     """Whether no gradient came to the outermost call around `row`, though one came to another call of that module."""
     calls = seen.calls(int(seen.step[row]))

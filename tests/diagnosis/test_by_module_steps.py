@@ -489,3 +489,13 @@ def test_a_parameter_that_the_trace_saw_finite_before_is_not_looked_for_in_a_che
     assert (verdict.status, verdict.stage, verdict.cause) == ("fault", "update", "bad_param")
     assert "It was finite when step 1 ended: something wrote it since." in said(verdict)
     assert "before step 2 used it" in verdict.advice[0] and not any("checkpoint" in each for each in verdict.advice)
+
+
+def test_the_warning_of_a_later_step_does_not_say_that_a_parameter_was_bad_before_the_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    training = trained(model, torch.randn(4, 4))
+    with pytest.warns(nantrace.NantraceWarning, match=r"0\.weight.*\(bad param\)"), nantrace.trace(model):
+        training()
+        with torch.no_grad():
+            model[0].weight.div_(0)
+        training()
