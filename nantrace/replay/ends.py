@@ -20,6 +20,7 @@ from nantrace.capture.lifecycle import StepListener
 from nantrace.flow.links import fqn
 from nantrace.flow.values import Scanner, masks, planes, tensors_in, unwrapped
 from nantrace.replay.surroundings import random_state
+from nantrace.stats.layout import array_of
 
 _WORDS = {"loss": "loss", "gradient": "gradient", "parameter": "parameter", "moment": "moment", "buffer": "buffer"}
 
@@ -271,7 +272,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         plain = tensor.detach()
         readable = plain.layout == torch.strided and not _has_no_values(plain)
         for plane in (plain,) if readable else planes(plain):
-            hashed.update(plane.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+            hashed.update(array_of(plane.contiguous().reshape(-1).view(torch.uint8).cpu()).tobytes())
     return hashed.hexdigest()
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from nantrace.stats.formats import FLOAT_FORMATS, FloatFormat, byte_format
-from nantrace.stats.layout import Layout, lay_out, pieces, row_major
+from nantrace.stats.layout import Layout, array_of, lay_out, pieces, row_major
 
 PIECE = 64 * 1024  # elements
 _POSITIONS = 64 * 1024  # more nonfinite elements than this are not sorted by place, the first is searched for
@@ -129,7 +129,7 @@ def _code_pieces(layout: Layout, form: FloatFormat) -> Iterator[Codes]:
 
 
 def _codes(real: torch.Tensor, form: FloatFormat) -> Codes:
-    return real.view(form.bits).numpy().view(form.code)
+    return array_of(real.view(form.bits)).view(form.code)
 
 
 def _count_piece(codes: Codes, form: FloatFormat, full: bool, tally: Tally, suspect: bool) -> Mask | None:
@@ -258,7 +258,7 @@ def byte_row(tensor: torch.Tensor, full: bool) -> Row:
 def _first_byte(layout: Layout, bad: Mask) -> int:
     before = 0
     for piece in pieces(layout.elements, PIECE):
-        found = np.flatnonzero(bad[piece.numpy()])
+        found = np.flatnonzero(bad[array_of(piece)])
         if len(found):
             return layout.flat_index(found[:1] + before)
         before += len(piece)
@@ -270,7 +270,7 @@ def integer_row(tensor: torch.Tensor, full: bool) -> Row:
     layout = lay_out(tensor)
     tally = Tally(finite=layout.elements.numel())
     for piece in pieces(layout.elements, PIECE):
-        codes = piece.numpy()
+        codes = array_of(piece)
         low, high = int(codes.min()), int(codes.max())
         tally.see(float(low), float(high))
         if full:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,3 +102,13 @@ def pieces(elements: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 def _flat(elements: torch.Tensor) -> torch.Tensor:
     # As real numbers before the copy: copying complex32 warns.
     return torch.view_as_real(elements).reshape(-1, 2) if elements.is_complex() else elements.reshape(-1)
+
+
+def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor on the host as a NumPy array, without a copy.
+
+    `Tensor.numpy()` would mark the storage as one that can never be resized again, and a later `resize_` of the user's
+    (or of FSDP's) would fail.
+    """
+    array: npt.NDArray[Any] = np.from_dlpack(tensor)
+    return array

@@ -241,3 +241,16 @@ def test_a_row_measured_in_inference_mode_leaves_outputs_that_work_outside_of_it
 
 def test_the_row_of_no_tensors_at_all_is_empty() -> None:
     assert same(merge([], full=False), in_range_mode(reference_row(torch.ones(0))))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.complex64], ids=str
+)
+def test_a_tensor_that_was_read_can_still_be_resized(dtype: torch.dtype, full: bool) -> None:
+    tensor = torch.tensor([1.0, 0.0]).to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        tensor = tensor / 0 if dtype != torch.float8_e5m2 else torch.tensor([float("inf"), 1.0]).to(dtype)
+    row(tensor, full)
+    tensor.resize_(1000)
+    assert tensor.numel() == 1000
