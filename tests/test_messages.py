@@ -40,8 +40,7 @@ def test_the_warning_says_which_tensor_and_which_command(tmp_path: Path) -> None
     with pytest.warns(NantraceWarning) as caught, nantrace.trace(traced, path):
         step(traced)
     assert [str(warning.message) for warning in caught] == [
-        "first nonfinite tensor: forward, wo output, float16 [2, 4], 8 inf (overflow). "
-        f"See: nantrace report {path}"
+        f"first nonfinite tensor: forward, wo output, float16 [2, 4], 8 inf (overflow). See: nantrace report {path}"
     ]
 
 

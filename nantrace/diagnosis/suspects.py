@@ -129,6 +129,8 @@ def checked(seen: Seen) -> bool:
 
 def updates_before(seen: Seen) -> bool:
     """Whether updates were made under observation before the first step that the trace holds: one step of many."""
+    if not int(seen.step[0]):  # what an optimizer did before it was watched does not count
+        return False
     row = next((entry for entry in seen.trace.steps if entry.get("step") == int(seen.step[0])), {})
     return int(row.get("attempted_total") or 0) > int(row.get("attempted") or 0)
 

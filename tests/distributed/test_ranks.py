@@ -52,7 +52,8 @@ def test_an_op_trace_says_that_a_collective_brought_the_gradient(ranks: list[dic
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_module_trace_says_that_the_gradient_changed_after_backward(ranks: list[dict[str, Any]], name: str) -> None:
     verdict = ranks[0][f"{name} False"]
-    assert (verdict["status"], verdict["stage"]) == ("fault", "gradients")
+    # FSDP1 hands parts of one flat gradient to the optimizer: none was seen after backward, so the stage stays open.
+    assert (verdict["status"], verdict["stage"]) == ("fault", None if name == "fsdp1" else "gradients")
     assert verdict["origin"]["tensor"].startswith("gradient of ")
     assert "param_groups" not in verdict["origin"]["tensor"]
     assert any("rank 0 of 2" in sentence for sentence in verdict["evidence"])

@@ -18,6 +18,7 @@ from tests.zoo.further import CASES
 
 #: Nothing nonfinite shows in a row of a module, or the stage stays open.
 _LEFT_OPEN = {
+    "attack_along_a_zero_gradient",
     "average_corrected_too_early",
     "categorical_without_an_action",
     "func_grad_of_a_length",
