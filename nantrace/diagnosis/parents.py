@@ -20,7 +20,6 @@ from nantrace.events import Phase, Role
 NAN, INF = "nan", "inf"
 Root = tuple[int, str]
 
-_FORWARD = (Phase.FORWARD, Phase.LOSS, Phase.RECOMPUTE)
 _IN_OUT = (Role.INPUT, Role.OUTPUT)
 _STATE = (Role.PARAM, Role.BUFFER, Role.STATE)
 _GRADIENT_FLOW = (Role.GRAD_OUTPUT, Role.GRAD_INPUT)

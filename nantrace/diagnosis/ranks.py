@@ -9,9 +9,11 @@ import dataclasses
 import re
 import shlex
 
-from nantrace.diagnosis.causes.external import OTHER_RANKS
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
+
+#: The advice of an op that a collective stands behind; `with_other_ranks` puts one with the file's name in its place.
+OTHER_RANKS = "Trace every rank and report each: the one whose own value was nonfinite first is where it began."
 
 #: Ends the name of one rank's file: "step.r00001.h5".
 _RANK = re.compile(r"\.r(\d{5})(?=(\.[^./\\]*)?$)")

@@ -21,8 +21,6 @@ FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
 INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-#: Those that every statistic takes as they are.
-PLAIN_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 #: Their values are counted as not read.
 QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _PLAIN = (Tensor, torch.nn.Parameter)

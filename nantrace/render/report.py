@@ -11,7 +11,6 @@ from nantrace.diagnosis.recipe import recipe
 from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Verdict, plain
 from nantrace.events import Trace
-from nantrace.render.html import cell, page
 from nantrace.render.text import text
 
 _SUFFIXES = (".txt", ".json", ".html")
@@ -36,6 +35,8 @@ class Report:
         return str(self)
 
     def _repr_html_(self) -> str:
+        from nantrace.render.html import cell  # a report in a terminal needs no page and no pictures
+
         return cell(self.trace, self.verdict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,4 +89,6 @@ class Report:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def _as_html(self) -> str:
+        from nantrace.render.html import page
+
         return page(self.trace, self.verdict)

@@ -8,6 +8,7 @@ from nantrace.diagnosis.causes.checks import locate, some_samples, without_sampl
 from nantrace.diagnosis.causes.reading import size
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import between, counts, line, place, plural, sentence, shape
+from nantrace.diagnosis.ranks import OTHER_RANKS
 from nantrace.lineage import Lineage, OpEvent
 
 _CAUSE = {
@@ -17,8 +18,6 @@ _CAUSE = {
     "moment": "bad_moment",
     "constant": "bad_constant",
 }
-#: The next check where a collective brought the value; `nantrace.diagnosis.ranks` puts the command in its place.
-OTHER_RANKS = "Trace every rank and report each: the one whose own value was nonfinite first is where it began."
 _WHAT = {
     "batch": "a tensor of the batch",
     "param": "a parameter",
