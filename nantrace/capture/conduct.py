@@ -17,11 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
-from nantrace.capture.scaling import Gradients
-from nantrace.capture.tail import Factor, factors_before, may_be_scaled, reaches, sequence_number, tail_of
+from nantrace.capture.scaling import Gradients, scale_of, tensors_given
+from nantrace.capture.tail import HALF, Factor, factors_before, may_be_scaled, reaches, sequence_number, tail_of, word
 
 _MOST_CALLS = 64
-_HALF = (torch.float16, torch.bfloat16)
 _SCALER_METHODS = ("scale", "unscale_", "step", "update")
 _in_autocast = torch._C._is_any_autocast_enabled
 
@@ -39,7 +38,7 @@ class _Heard:
     """What was heard in the open step."""
 
     calls: list[str] = field(default_factory=list)
-    autocast: dict[str, None] = field(default_factory=dict)
+    autocast: dict[torch.dtype, None] = field(default_factory=dict)
     scales: list[torch.Tensor] = field(default_factory=list)
     backward_autocast: str | None = None
     accumulating: int = 0
@@ -91,7 +90,7 @@ class Conduct(StepListener):
         """A module of the model begins its forward."""
         self._was_read = False
         if _in_autocast() and torch.is_autocast_enabled(self._device):
-            self._heard.autocast[_word(torch.get_autocast_dtype(self._device))] = None
+            self._heard.autocast[torch.get_autocast_dtype(self._device)] = None
 
     def accumulated(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Backward has added to the gradient of a parameter."""
@@ -111,7 +110,7 @@ class Conduct(StepListener):
         scales = [float(scale) for scale in heard.scales]
         facts = {
             "calls": heard.calls,
-            "autocast": list(heard.autocast),
+            "autocast": [word(dtype) for dtype in heard.autocast],
             "scales": scales,
             "backward_autocast": heard.backward_autocast,
             "backwards": heard.accumulating,
@@ -138,17 +137,15 @@ class Conduct(StepListener):
         if not _all_heard(scaler):
             return
         self._scaling = True
-        if not self._scale_is_fresh and scaler._scale is not None:
-            with Quiet():
-                heard.scales.append(scaler._scale.clone())
+        fresh = self._scale_is_fresh and heard.scales  # else it was updated, or the last scaling was in another step
+        scale = None if fresh else scale_of(scaler)
+        if scale is not None:
+            heard.scales.append(scale)
             self._scale_is_fresh = True
-        elif not heard.scales and scaler._scale is not None:  # nobody updated it since an earlier step
-            with Quiet():
-                heard.scales.append(scaler._scale.clone())
         self._scale_address = 0 if scaler._scale is None else scaler._scale.data_ptr()
-        for tensor in _tensors(given):
+        for tensor in tensors_given(given):
             self._note_factors("before", tensor, set())
-        for tensor in _tensors(scaled):
+        for tensor in tensors_given(scaled):
             number = None if tensor.grad_fn is None else sequence_number(tensor.grad_fn)
             if number is not None:
                 self._scale_nodes.add(number)
@@ -164,7 +161,7 @@ class Conduct(StepListener):
         heard.accumulating += 1
         self._backward += 1
         if _in_autocast() and roots and torch.is_autocast_enabled(roots[0].device.type):
-            heard.backward_autocast = _word(torch.get_autocast_dtype(roots[0].device.type))
+            heard.backward_autocast = word(torch.get_autocast_dtype(roots[0].device.type))
         if heard.autocast:
             for root in roots:
                 tail = tail_of(root)
@@ -187,7 +184,7 @@ class Conduct(StepListener):
     def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
         self._heard.call("clip_grad_norm_")
         if self._scaling:
-            self._note_clip("clip_grad_norm_", max_norm, self._gradients.clipped(_tensors(parameters)))
+            self._note_clip("clip_grad_norm_", max_norm, self._gradients.clipped(tensors_given(parameters)))
 
     def values_clipped(self, gradients: list[torch.Tensor], clip_value: float) -> None:
         self._heard.call("clip_grad_value_")
@@ -287,7 +284,7 @@ class Conduct(StepListener):
     def _note_groups(self, optimizer: torch.optim.Optimizer, scaled: bool) -> None:
         """Groups with half-precision parameters."""
         for number, group in enumerate(optimizer.param_groups):
-            dtypes = [one.dtype for one in group["params"] if one.dtype in _HALF]
+            dtypes = [one.dtype for one in group["params"] if one.dtype in HALF]
             if not dtypes:
                 continue
             eps, cls = group.get("eps"), type(optimizer)
@@ -295,7 +292,7 @@ class Conduct(StepListener):
             self._heard.groups[cls.__name__, number] = {
                 "optimizer": cls.__name__,
                 "group": number,
-                "dtypes": {_word(dtype): dtypes.count(dtype) for dtype in dict.fromkeys(dtypes)},
+                "dtypes": {word(dtype): dtypes.count(dtype) for dtype in dict.fromkeys(dtypes)},
                 "scaled": scaled,
                 # Fused kernels compute in float32, and others may.
                 **({"eps": float(eps)} if own and isinstance(eps, float) else {}),
@@ -335,13 +332,3 @@ def _all_heard(scaler: torch.amp.GradScaler) -> bool:
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _tensors(given: Any) -> list[torch.Tensor]:
-    """A tensor, or those in a list; what can be read only once is left alone."""
-    several = [given] if isinstance(given, torch.Tensor) else given if isinstance(given, (list, tuple)) else []
-    return [one for one in several if isinstance(one, torch.Tensor)]
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

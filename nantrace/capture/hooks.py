@@ -141,10 +141,11 @@ class Hooks:
         """Take the hooks away but for those of the model itself and of these modules."""
         if not self._complete:
             return
+        kept = entrances | {""}
         for number in list(self._placed):
-            if self._hookable[number].fqn not in entrances | {""}:
+            if self._hookable[number].fqn not in kept:
                 self._take_away(number)
-        if not self._elsewhere & (entrances | {""}):
+        if not self._elsewhere & kept:
             self._leave_every_module()
         self._complete = False
 

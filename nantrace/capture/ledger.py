@@ -37,7 +37,7 @@ class OpenStep:
         detailed: modules and state are recorded, not the ledger alone.
         optimizers: those that began an update in it, by id.
         gradient_rows: where in the buffer the gradients stand that an optimizer was given, by its id.
-        found_inf: what a scaler found for an optimizer, by its id: scalars on the device, unread.
+        found_inf: what a scaler found for an optimizer, by its id: scalars on the device, numbers once asked for.
         began, ended: updates that each optimizer began, and came to the end of, by its id.
         norms: of the gradients that an optimizer was given, by its id; under 0 those that no optimizer took.
         unscaled: ids of optimizers whose gradients were unscaled by their scaler.
@@ -56,7 +56,7 @@ class OpenStep:
     seconds: float = 0.0
     optimizers: set[int] = field(default_factory=set)
     gradient_rows: dict[int, tuple[int, int]] = field(default_factory=dict)
-    found_inf: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    found_inf: dict[int, tuple[torch.Tensor | float, ...]] = field(default_factory=dict)
     began: Counter[int] = field(default_factory=Counter)
     ended: Counter[int] = field(default_factory=Counter)
     norms: dict[int, Norms] = field(default_factory=dict)
@@ -90,7 +90,8 @@ class OpenStep:
 
     def skipped(self) -> set[int]:
         """Ids of optimizers whose update a scaler skipped. Waits for the device."""
-        return {key for key, found in self.found_inf.items() if any(float(value) > 0 for value in found)}
+        self.found_inf = {key: tuple(map(float, found)) for key, found in self.found_inf.items()}  # wait only once
+        return {key for key, found in self.found_inf.items() if any(value > 0 for value in found)}
 
     def outcomes(self) -> dict[int, tuple[int, int, int]]:
         """(attempted, committed, skipped) by the id of the optimizer. An update that raised is only attempted.

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nantrace.capture.quiet import Quiet
+
 
 @dataclass(slots=True)
 class Standing:
@@ -145,3 +147,16 @@ class Gradients:
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[Standing, torch.Tensor | None]]:
         found: list[tuple[Any, torch.Tensor]] = [(self._standing.get(id(one)), one) for one in parameters]
         return [(standing, one.grad) for standing, one in found if standing is not None]
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """A copy of the scale where it lies: `get_scale` would wait for the device. None when the scaler is disabled."""
+    scale = getattr(scaler, "_scale", None)
+    with Quiet():
+        return None if scale is None else scale.clone()
+
+
+def tensors_given(given: Any) -> list[torch.Tensor]:
+    """A tensor, or those in a list; what can be read only once is left alone."""
+    several = [given] if isinstance(given, torch.Tensor) else given if isinstance(given, (list, tuple)) else []
+    return [one for one in several if isinstance(one, torch.Tensor)]

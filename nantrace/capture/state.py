@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -30,6 +30,10 @@ class Named:
     @functools.cached_property
     def name(self) -> str:
         return f"{self.owner}.{self.leaf}" if self.owner else self.leaf
+
+
+#: A tensor with the module that owns it and the name that its row gets.
+Owned: TypeAlias = "tuple[str | None, str, torch.Tensor]"
 
 
 class StateRecorder:
@@ -67,38 +71,29 @@ class StateRecorder:
     def observe_parameters(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
         """All the model's parameters, or those of them that an optimizer holds."""
         held = None if optimizer is None else {id(parameter) for _, parameter in _members(optimizer)}
-        self._observe_named(
-            [entry for key, entry in self.parameters.items() if held is None or key in held], phase, Role.PARAM
-        )
+        entries = [entry for key, entry in self.parameters.items() if held is None or key in held]
+        self._observe([(entry.owner, entry.leaf, entry.tensor) for entry in entries], phase, Role.PARAM)
 
     def observe_buffers(self, phase: Phase) -> None:
-        self._observe_named(list(self.buffers.values()), phase, Role.BUFFER)
+        self._observe([(entry.owner, entry.leaf, entry.tensor) for entry in self.buffers.values()], phase, Role.BUFFER)
 
-    def _observe_named(self, entries: list[Named], phase: Phase, role: Role) -> None:
-        measured = self._buffer.measure_all([entry.tensor for entry in entries])
-        for entry, stats in zip(entries, measured, strict=True):
-            self._buffer.observe(entry.owner, phase, role, entry.leaf, entry.tensor, 0, stats)
+    def observe_gradients(self, found: list[Owned], phase: Phase) -> None:
+        """Gradients that `gradients` gave."""
+        self._observe(found, phase, Role.GRAD)
 
-    def observe_gradients(self, phase: Phase, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Gradients that lie in `.grad`: of an optimizer's parameters, or of all the model's."""
-        found = self._gradients(optimizer)
-        measured = self._buffer.measure_all([gradient for _, _, gradient in found])
-        for (owner, name, gradient), stats in zip(found, measured, strict=True):
-            self._buffer.observe(owner, phase, Role.GRAD, name, gradient, 0, stats)
-
-    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[str, torch.Tensor]]:
-        """The same gradients by name, unobserved."""
-        return [(name, gradient) for _, name, gradient in self._gradients(optimizer)]
+    def _observe(self, found: list[Owned], phase: Phase, role: Role) -> None:
+        measured = self._buffer.measure_all([tensor for _, _, tensor in found])
+        for (owner, slot, tensor), stats in zip(found, measured, strict=True):
+            self._buffer.observe(owner, phase, role, slot, tensor, 0, stats)
 
     def trained(self) -> list[tuple[str, torch.Tensor]]:
         """The model's parameters that require a gradient, by name."""
         return [(entry.name, entry.tensor) for entry in self.parameters.values() if entry.tensor.requires_grad]
 
-    def _gradients(self, optimizer: torch.optim.Optimizer | None) -> list[tuple[str | None, str, torch.Tensor]]:
+    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> list[Owned]:
+        """Gradients that lie in `.grad`: of an optimizer's parameters, or of all the model's."""
         if optimizer is None:
-            entries: list[tuple[str | None, str, torch.Tensor]] = [
-                (entry.owner, entry.name, entry.tensor) for entry in self.parameters.values()
-            ]
+            entries: list[Owned] = [(entry.owner, entry.name, entry.tensor) for entry in self.parameters.values()]
         else:
             entries = [(*self._name(optimizer, place), tensor) for place, tensor in _members(optimizer)]
         return [(owner, name, tensor.grad) for owner, name, tensor in entries if tensor.grad is not None]

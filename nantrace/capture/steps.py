@@ -26,6 +26,7 @@ from nantrace.capture.ledger import OpenStep, detached, is_finite
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.sample import Sample
+from nantrace.capture.scaling import scale_of, tensors_given
 from nantrace.capture.state import StateRecorder
 from nantrace.events import EVENT, Phase, Role
 
@@ -161,9 +162,10 @@ class StepRecorder(StepListener):
             return
         with Quiet():
             if step.backwards and not step.gradients_seen:
-                self.books.gradients(step, 0, self._state.gradients())
+                found = self._state.gradients()
+                self.books.gradients(step, 0, [(name, gradient) for _, name, gradient in found])
                 if self._reads_in(step):
-                    self._state.observe_gradients(Phase.POST_BACKWARD)
+                    self._state.observe_gradients(found, Phase.POST_BACKWARD)
             if self._reads_in(step) and not step.updated:
                 self._state.observe_buffers(Phase.UPDATE)
             rows = self._rows(step)
@@ -312,17 +314,16 @@ class StepRecorder(StepListener):
         if self.active:
             step = None if self.step is None or self.step.closing else self.step
             with Quiet():
-                self.books.loss_scaled(step, _scale_of(scaler), given, scaled)
+                self.books.loss_scaled(step, scale_of(scaler), given, scaled)
 
     def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if self.step is not None and self._concerned(optimizer):
             self.step.unscaled.add(id(optimizer))
 
     def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
-        several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        if self.step is None or not self.active or not isinstance(several, (list, tuple)):
+        if self.step is None or not self.active:
             return
-        if any(id(parameter) in self._state.parameters for parameter in several):
+        if any(id(parameter) in self._state.parameters for parameter in tensors_given(parameters)):
             with Quiet():
                 self.books.clipped(self.step, max_norm, total_norm)
 
@@ -349,11 +350,11 @@ class StepRecorder(StepListener):
 
     def scaler_updates(self, scaler: torch.amp.GradScaler) -> None:
         if self.step is not None and self._is_ours(scaler):
-            self.step.scale_before = _scale_of(scaler)
+            self.step.scale_before = scale_of(scaler)
 
     def scaler_updated(self, scaler: torch.amp.GradScaler) -> None:
         if self.step is not None and self._is_ours(scaler):
-            self.step.scale_after = _scale_of(scaler)
+            self.step.scale_after = scale_of(scaler)
             self.step.close()
             self._tell_if_closed()
 
@@ -382,10 +383,11 @@ class StepRecorder(StepListener):
         return self._waiting()
 
     def _read_gradients(self, step: OpenStep, optimizer: torch.optim.Optimizer, phase: Phase) -> None:
-        self.books.gradients(step, id(optimizer), self._state.gradients(optimizer))
+        found = self._state.gradients(optimizer)
+        self.books.gradients(step, id(optimizer), [(name, gradient) for _, name, gradient in found])
         begin = len(self._buffer.rows)
         if self._reads_in(step):
-            self._state.observe_gradients(phase, optimizer)
+            self._state.observe_gradients(found, phase)
             step.gradient_rows[id(optimizer)] = (begin, len(self._buffer.rows))
         step.gradients_seen = True
         step.learning_rates += [group.get("lr") for group in optimizer.param_groups]
@@ -417,10 +419,3 @@ class StepRecorder(StepListener):
             notes.append(f"{self.calls.unread} tensors inside functorch transforms or torch.jit.trace were not read")
             self.calls.unread = 0
         return notes
-
-
-def _scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """A copy of the scale where it lies: `get_scale` would wait for the device. None when the scaler is disabled."""
-    scale = getattr(scaler, "_scale", None)
-    with Quiet():
-        return None if scale is None else scale.clone()

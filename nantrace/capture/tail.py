@@ -27,7 +27,7 @@ _FLOAT32_LOSSES = frozenset(
 )
 _PROBABILITIES = "BinaryCrossEntropyBackward0"
 _FACTORS = ("MulBackward0", "DivBackward0")
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _MOST_NODES = 64
 #: Sequence number of the nodes that accumulate gradients.
 _LEAF = 2**64 - 1
@@ -65,11 +65,11 @@ def tail_of(root: torch.Tensor) -> Tail:
     """Look at the last few nodes before `root`, but not behind a loss."""
     losses: dict[tuple[str, str], None] = {}
     probabilities: str | None = None
-    for node in _last_nodes(root.grad_fn, lambda node: node.name() in _FLOAT32_LOSSES):
+    for node in _last_nodes(root.grad_fn):
         if node.name() == _PROBABILITIES:
             probabilities = probabilities or _half_input(node)
-        elif node.name() in _FLOAT32_LOSSES and _dtype(node) in _HALF:
-            losses[node.name(), _word(_dtype(node))] = None
+        elif node.name() in _FLOAT32_LOSSES and _dtype(node) in HALF:
+            losses[node.name(), word(_dtype(node))] = None
     return Tail(tuple(losses), probabilities)
 
 
@@ -121,7 +121,7 @@ def sequence_number(node: Any) -> int | None:
 
 def may_be_scaled(root: torch.Tensor) -> bool:
     """Whether the last nodes hold a constant factor that is large, or unknown: a scale by hand."""
-    for node in _last_nodes(root.grad_fn, lambda node: node.name() in _FLOAT32_LOSSES):
+    for node in _last_nodes(root.grad_fn):
         if node.name() in _FACTORS and sum(before is not None for before, _ in node.next_functions) == 1:
             value = _factor(node).value
             if value is None or abs(value) > 8:
@@ -129,14 +129,14 @@ def may_be_scaled(root: torch.Tensor) -> bool:
     return False
 
 
-def _last_nodes(node: Any, ends: Any) -> Iterator[Any]:
-    """Breadth first, at most so many; not behind a node for which `ends` is true."""
+def _last_nodes(node: Any) -> Iterator[Any]:
+    """Breadth first, at most so many; not behind a loss."""
     seen, left = {node}, [node]
     for node in left:
         if node is None:
             continue
         yield node
-        if ends(node):
+        if node.name() in _FLOAT32_LOSSES:
             continue
         for before, _ in node.next_functions:
             if before is not None and before not in seen and len(seen) < _MOST_NODES:
@@ -150,8 +150,8 @@ def _half_input(node: Any) -> str | None:
         node = node.next_functions[0][0] if node.next_functions else None
         if node is None:
             return None
-        if _dtype(node) in _HALF:
-            return _word(_dtype(node))
+        if _dtype(node) in HALF:
+            return word(_dtype(node))
         if node.name() not in ("ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0"):
             return None
     return None
@@ -179,5 +179,6 @@ def _dtype(node: Any) -> torch.dtype | None:
     return metadata[0].dtype if metadata else None
 
 
-def _word(dtype: torch.dtype | None) -> str:
+def word(dtype: torch.dtype | None) -> str:
+    """How a dtype is called: "float16"."""
     return str(dtype).removeprefix("torch.")

@@ -43,7 +43,7 @@ class WeightSample:
         """Compare with what an update left; several optimizers may come one after another."""
         moved = []
         for (name, parameter), before in zip(self._named, self._before, strict=True):
-            moved.append((name, _sample(parameter) - before))
+            moved.append((name, _elements(parameter) - before))
         self._moved = norms_of(moved)
 
     def hold(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -90,6 +90,11 @@ def _has_plain_gradient(parameter: torch.Tensor) -> bool:
     return gradient is not None and values_of(gradient) is gradient and gradient.is_contiguous()
 
 
-def _sample(parameter: torch.Tensor) -> torch.Tensor:
+def _elements(parameter: torch.Tensor) -> torch.Tensor:
+    """Evenly spread elements, as a view."""
     flat = parameter.detach().view(-1)
-    return flat[:: max(1, flat.numel() // _ELEMENTS)].clone()
+    return flat[:: max(1, flat.numel() // _ELEMENTS)]
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    return _elements(parameter).clone()
