@@ -10,17 +10,19 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from nantrace.capture.ledger import Clip, OpenStep, detached, number
 from nantrace.capture.norms import norms_of, total
 from nantrace.capture.raised import without_folders
-from nantrace.capture.updates import Registry
+from nantrace.capture.updates import Registry, Updates
 from nantrace.capture.weights import WeightSample, is_sampled
 
 Named = Sequence[tuple[str, torch.Tensor]]
+#: Updates attempted, committed and skipped.
+Counts: TypeAlias = tuple[int, int, int]
 
 _OUTSIDE, _MODEL = "(outside)", "(model)"
 _NOTE_KEYS = 32
@@ -130,38 +132,23 @@ class Books:
 
     def _totals(self, step: OpenStep, ended: bool) -> dict[str, Any]:
         outcomes = step.outcomes()
-        several = []
-        for key, (attempted, committed, skipped) in outcomes.items():
-            updates = self.updates.of(key)
-            if ended:
-                updates.add(attempted, committed, skipped)
-                attempted = committed = skipped = 0
-            before = updates.started_at()
-            several.append(
-                {
-                    "name": updates.name,
-                    "attempted": outcomes[key][0],
-                    "committed": outcomes[key][1],
-                    "skipped": outcomes[key][2],
-                    "attempted_total": before + updates.attempted + attempted,
-                    "committed_total": before + updates.committed + committed,
-                    "skipped_total": updates.skipped + skipped,
-                }
-            )
-        if len(several) == 1 and len(self.updates) == 1:
-            row: dict[str, Any] = {name: several[0][name] for name in several[0] if name.endswith("_total")}
-        else:
-            known = self.updates.all()
-            before = sum(updates.started_at() for updates in known)
-            open_ = [(0, 0, 0)] if ended else list(outcomes.values())
-            row = {
-                "attempted_total": before + sum(u.attempted for u in known) + sum(o[0] for o in open_),
-                "committed_total": before + sum(u.committed for u in known) + sum(o[1] for o in open_),
-                "skipped_total": sum(u.skipped for u in known) + sum(o[2] for o in open_),
-            }
-        if len(self.updates) > 1 and several:
-            row["optimizers"] = several
-        if any(updates.before is not None for updates in self.updates.all()):
+        if ended:
+            for key, counts in outcomes.items():
+                self.updates.of(key).add(*counts)
+        open_ = {} if ended else outcomes  # what is not added up yet
+        known = self.updates.all()
+        before = sum(updates.started_at() for updates in known)
+        row: dict[str, Any] = {
+            "attempted_total": before + sum(u.attempted for u in known) + sum(o[0] for o in open_.values()),
+            "committed_total": before + sum(u.committed for u in known) + sum(o[1] for o in open_.values()),
+            "skipped_total": sum(u.skipped for u in known) + sum(o[2] for o in open_.values()),
+        }
+        if len(known) > 1 and outcomes:
+            row["optimizers"] = [
+                _one_of_several(self.updates.of(key), counts, open_.get(key, (0, 0, 0)))
+                for key, counts in outcomes.items()
+            ]
+        if any(updates.before is not None for updates in known):
             row["totals_from"] = "the optimizer's state"
         return row
 
@@ -183,6 +170,20 @@ class Books:
             self._weight_names = names
             told["names"] = list(names)
         return {"weights": told}
+
+
+def _one_of_several(updates: Updates, counts: Counts, open_: Counts) -> dict[str, Any]:
+    """An optimizer's share of a step; `open_` is what of it is not added up yet."""
+    before = updates.started_at()
+    return {
+        "name": updates.name,
+        "attempted": counts[0],
+        "committed": counts[1],
+        "skipped": counts[2],
+        "attempted_total": before + updates.attempted + open_[0],
+        "committed_total": before + updates.committed + open_[1],
+        "skipped_total": updates.skipped + open_[2],
+    }
 
 
 def _gradient_row(step: OpenStep) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class FinishedSteps:
         if detailed and self._keep is None:
             self._add_sites(sites)
             self._put_rows(rows)
-            self._put_step(self._numbered(rows, step), True)
+            self._put_step(_numbered(rows, step, self._seq - len(rows)), True)
             self.flush()
             return
         notable = self._is_notable(step, bad)
@@ -115,7 +115,7 @@ class FinishedSteps:
         while self._held:
             held = self._held.popleft()
             self._put_rows(held.rows)
-            step = self._numbered(held.rows, held.step)
+            step = _numbered(held.rows, held.step, self._seq - len(held.rows))
             if self._writer is None:
                 self._said[held.place] = step
             else:
@@ -139,7 +139,7 @@ class FinishedSteps:
         """All steps in memory, in order."""
         said, seq = dict(self._said), self._seq
         for held in self._held:
-            said[held.place] = {**held.step, "first_seq": seq if len(held.rows) else 0, **_nonfinite(held.rows)}
+            said[held.place] = _numbered(held.rows, held.step, seq)
             seq += len(held.rows)
         return steps_from(self._numbers[: self._steps].copy(), said)
 
@@ -152,15 +152,9 @@ class FinishedSteps:
             self._writer.append(rows[self._ahead :])
             self._ahead = 0
 
-    def _numbered(self, rows: npt.NDArray[np.void], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**step, "first_seq": self._seq - len(rows) if len(rows) else 0, **_nonfinite(rows)}
-
     def _put_step(self, step: Mapping[str, Any], whole: bool) -> None:
         if self._writer is not None:
-            if whole:
-                self._writer.add_step(step)
-            else:
-                self._writer.add_step(step, whole=False)
+            self._writer.add_step(step, whole)
         else:
             if self._steps == len(self._numbers):
                 self._numbers = np.concatenate([self._numbers, np.zeros(len(self._numbers), STEP)])
@@ -182,6 +176,11 @@ class FinishedSteps:
         if self._writer is not None and len(sites) > self._sites:
             self._writer.add_sites(sites[self._sites :])
             self._sites = len(sites)
+
+
+def _numbered(rows: npt.NDArray[np.void], step: Mapping[str, Any], first: int) -> Mapping[str, Any]:
+    """The step with the number of the first of its rows, 0 without any."""
+    return {**step, "first_seq": first if len(rows) else 0, **_nonfinite(rows)}
 
 
 def _kept_back(rows: npt.NDArray[np.void], step: Mapping[str, Any]) -> Mapping[str, Any]:
