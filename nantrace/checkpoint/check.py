@@ -12,7 +12,7 @@ from nantrace.checkpoint.expected import with_expected
 from nantrace.checkpoint.measure import measured
 from nantrace.checkpoint.result import CheckedFile, CheckedFiles, CheckedNumber, SkippedObject
 from nantrace.checkpoint.roles import is_state
-from nantrace.checkpoint.safetensors_file import looks_like, safetensors_contents
+from nantrace.checkpoint.safetensors_file import START, looks_like, safetensors_contents
 from nantrace.checkpoint.zipped import legacy_contents, zip_contents
 
 
@@ -93,11 +93,11 @@ def _contents(path: str) -> Contents:
         folder = os.path.dirname(path) or "."
         raise CheckpointError(f"is a part of a torch distributed checkpoint: pass its folder, {folder}")
     with open(path, "rb") as file:
-        start = file.read(4)
+        start = file.read(START)
     if not start:
         raise CheckpointError("is empty: save or copy it again")
-    if start == b"PK\x03\x04":
+    if start.startswith(b"PK\x03\x04"):
         return zip_contents(path)
-    if looks_like(path) or path.endswith(".safetensors"):
+    if looks_like(start) or path.endswith(".safetensors"):
         return safetensors_contents(path)
     return legacy_contents(path)

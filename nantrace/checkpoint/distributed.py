@@ -6,6 +6,7 @@ itself with `weights_only`. Compressed or encrypted chunks cannot be read, and a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import math
@@ -20,7 +21,7 @@ from nantrace.checkpoint.metadata import Chunk, Item, Place, read_metadata
 from nantrace.checkpoint.roles import named_role
 from nantrace.checkpoint.tree import Leaf, Walked, walk
 from nantrace.checkpoint.window import Window
-from nantrace.checkpoint.zipped import stream_root
+from nantrace.checkpoint.zipped import stored, stream_root
 
 METADATA = ".metadata"
 
@@ -72,15 +73,11 @@ def _check_files(folder: str, items: Sequence[Item]) -> None:
 
 def _tensor(folder: str, item: Item) -> StoredTensor:
     pieces = tuple(
-        Piece(item.shape, functools.partial(_read, folder, item, chunk, chunk.place), chunk.offsets)
+        Piece(functools.partial(_read, folder, item, chunk, chunk.place), chunk.offsets)
         for chunk in item.chunks
         if chunk.place is not None and not chunk.place.transformed
     )
-    return StoredTensor(item.name, _role(item.name), pieces, str(item.dtype).removeprefix("torch."), item.shape)
-
-
-def _role(name: str) -> Any:
-    return named_role(name)
+    return StoredTensor(item.name, named_role(item.name), pieces, str(item.dtype).removeprefix("torch."), item.shape)
 
 
 def _gaps(item: Item) -> list[str]:
@@ -123,15 +120,12 @@ def _object(folder: str, item: Item, tensors: list[StoredTensor], walked: Walked
     if start != b"PK\x03\x04":
         return [f"{item.name} in {place.file} is not in torch.save's form: not checked."]
     inner = walk({item.name: _root(folder, place)})
-    walked.numbers += [Leaf(leaf.name, named_role(leaf.name), leaf.value) for leaf in inner.numbers]
+    walked.numbers += [_by_name(leaf) for leaf in inner.numbers]
     walked.objects += inner.objects
-    for leaf in inner.tensors:
-        tensor = leaf.value
-        piece = Piece(tuple(tensor.shape), functools.partial(_held, tensor))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        tensors.append(StoredTensor(leaf.name, named_role(leaf.name), (piece,), dtype, tuple(tensor.shape)))
+    tensors += [stored([_by_name(leaf)], {}, {}) for leaf in inner.tensors]
     return []
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _by_name(leaf: Leaf) -> Leaf:
+    """A leaf of one object with the role that its whole name gives."""
+    return dataclasses.replace(leaf, role=named_role(leaf.name))

@@ -20,13 +20,11 @@ class Piece:
     """A tensor, or a part of one that is stored in parts.
 
     Attributes:
-        shape: of the whole tensor, in elements.
         read: gives the values; called once, and the result dropped before the next piece is read.
         offsets: where the part begins, one integer a dimension; empty for a whole tensor.
         done: called when the values were read, to let go of memory.
     """
 
-    shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
     offsets: tuple[int, ...] = ()
     done: Callable[[], None] = field(default=lambda: None)

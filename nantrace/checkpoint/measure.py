@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,12 +135,8 @@ def _cast(tensor: torch.Tensor, stats: TensorStats) -> _Cast:
         return _Cast()
     overflows = (stats.absmax or 0.0) >= _OVERFLOWS
     layout = lay_out(tensor)
-    counts = [_cast_of(part, overflows) for part in _parts(layout.elements)]
+    counts = [_cast_of(part, overflows) for part in pieces(layout.elements, _PIECE)]
     return _Cast(layout.repeats * sum(c.overflow for c in counts), layout.repeats * sum(c.zero for c in counts))
-
-
-def _parts(elements: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from pieces(elements, _PIECE)
 
 
 def _cast_of(part: torch.Tensor, overflows: bool) -> _Cast:

@@ -15,6 +15,7 @@ import torch
 from nantrace.checkpoint.entries import CheckpointError, Contents, Piece, StoredTensor
 from nantrace.checkpoint.roles import named_role
 
+START = 9  # bytes: the length of the header and its brace
 _LONGEST_HEADER = 100_000_000  # bytes, as in the reference implementation
 _DTYPES = {
     **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32"},
@@ -24,11 +25,9 @@ _DTYPES = {
 }
 
 
-def looks_like(path: str) -> bool:
-    """Whether a file begins with the length of a header and its brace."""
-    with open(path, "rb") as file:
-        start = file.read(9)
-    return len(start) == 9 and start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= _LONGEST_HEADER
+def looks_like(start: bytes) -> bool:
+    """Whether a file's first `START` bytes are the length of a header and its brace."""
+    return len(start) == START and start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= _LONGEST_HEADER
 
 
 def safetensors_contents(path: str) -> Contents:
@@ -48,7 +47,7 @@ def safetensors_contents(path: str) -> Contents:
             notes.append(f"{name} is of dtype {entry['dtype']!r}, which this version cannot read: it was not checked.")
             tensors.append(StoredTensor(name, named_role(name), (), str(entry["dtype"]), shape))
             continue
-        piece = Piece(shape, _Reading(path, begin + start, end - start, dtype, shape))
+        piece = Piece(_Reading(path, begin + start, end - start, dtype, shape))
         tensors.append(StoredTensor(name, named_role(name), (piece,), str(dtype).removeprefix("torch."), shape))
     return Contents("safetensors", tuple(tensors), notes=tuple(notes))
 

@@ -19,7 +19,7 @@ _OF_A_MODULE = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor or a float with its place."""
+    """A tensor or a float with its place; of a complex number each part is one."""
 
     name: str
     role: Role
@@ -74,7 +74,8 @@ def _leaf(found: Walked, node: _Node) -> bool:
     if isinstance(value, torch.Tensor):
         found.tensors.append(Leaf(node.name or "(the tensor)", node.role or named_role(node.name), value))
     elif isinstance(value, float) or type(value) is complex:
-        found.numbers.append(Leaf(node.name, node.role or named_role(node.name), value))
+        parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
+        found.numbers.extend(Leaf(node.name, node.role or named_role(node.name), part) for part in parts)
     elif isinstance(value, type) and issubclass(value, StandIn):
         found.objects.append((node.name, value.kind))
     elif not isinstance(value, (Mapping, list, tuple, set, frozenset, StandIn, *_PLAIN)):

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -53,7 +53,7 @@ def zip_contents(path: str) -> Contents:
             yield stream
 
     root = _sentences(lambda: load_inert(load, pickles))
-    return contents("torch", walk(root), mapped if sys.byteorder == "little" else {})
+    return _contents("torch", walk(root), mapped if sys.byteorder == "little" else {})
 
 
 def legacy_contents(path: str) -> Contents:
@@ -71,7 +71,7 @@ def legacy_contents(path: str) -> Contents:
     root = _sentences(lambda: load_inert(lambda: _load(path, map_location="cpu"), pickles))
     size = os.path.getsize(path)
     big = f"It is no zip file and had to be loaded whole: {size / 2**30:.1f} GiB at once; saving it anew mends that."
-    return contents("torch (legacy)", walk(root), {}, (big,) if size > _BIG else ())
+    return _contents("torch (legacy)", walk(root), {}, (big,) if size > _BIG else ())
 
 
 def stream_root(stream: IO[bytes]) -> Any:
@@ -130,7 +130,7 @@ def _sentences(load: Callable[[], Any]) -> Any:
         raise CheckpointError(f"is no checkpoint, or one that was cut short or damaged{said}") from None
 
 
-def contents(form: str, walked: Walked, mapped: dict[int, int], notes: tuple[str, ...] = ()) -> Contents:
+def _contents(form: str, walked: Walked, mapped: dict[int, int], notes: tuple[str, ...] = ()) -> Contents:
     """The leaves of a tree, each memory once.
 
     Args:
@@ -151,15 +151,11 @@ def contents(form: str, walked: Walked, mapped: dict[int, int], notes: tuple[str
     )
     return Contents(
         form,
-        tuple(_stored(leaves, parameters, mapped) for leaves in groups.values()),
-        tuple(StoredNumber(leaf.name, leaf.role, part) for leaf in walked.numbers for part in _parts(leaf.value)),
+        tuple(stored(leaves, parameters, mapped) for leaves in groups.values()),
+        tuple(StoredNumber(leaf.name, leaf.role, leaf.value) for leaf in walked.numbers),
         tuple(walked.objects),
         (*notes, *again),
     )
-
-
-def _parts(number: float | complex) -> tuple[float, ...]:
-    return (number.real, number.imag) if isinstance(number, complex) else (number,)
 
 
 def _parameters(walked: Walked) -> dict[str, str]:
@@ -171,7 +167,14 @@ def _parameters(walked: Walked) -> dict[str, str]:
     return found
 
 
-def _stored(leaves: list[Leaf], parameters: dict[str, str], mapped: dict[int, int]) -> StoredTensor:
+def stored(leaves: Sequence[Leaf], parameters: Mapping[str, str], mapped: Mapping[int, int]) -> StoredTensor:
+    """One memory of a tree as a tensor that can be read.
+
+    Args:
+        leaves: those that show it, at least one; the first gives its name and role.
+        parameters: name of a parameter by the beginning of names in an optimizer's state.
+        mapped: address and bytes of storages that map the file.
+    """
     first = leaves[0]
     tensor: torch.Tensor = first.value
 
@@ -184,7 +187,7 @@ def _stored(leaves: list[Leaf], parameters: dict[str, str], mapped: dict[int, in
     return StoredTensor(
         name=first.name,
         role=first.role,
-        pieces=(Piece(shape, lambda: getattr(tensor, "_local_tensor", tensor), done=done),),  # of a DTensor, its shard
+        pieces=(Piece(lambda: getattr(tensor, "_local_tensor", tensor), done=done),),  # of a DTensor, its shard
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=shape,
         aliases=tuple(leaf.name for leaf in leaves[1:]),

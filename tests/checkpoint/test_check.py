@@ -307,6 +307,21 @@ def test_a_distributed_checkpoint_is_read_by_its_metadata(tmp_path: Path) -> Non
     assert "is missing" in str(checked(folder).error)
 
 
+def test_each_part_of_a_complex_number_in_a_distributed_checkpoint_is_checked(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "scheduler": {"factor": complex(1.0, NAN), "sound": complex(1.0, 2.0)}}
+    file = checked(distributed(tmp_path / "d", state))
+    assert (file.status, file.error, file.counted) == ("fails", None, 4)
+    assert [(number.name, str(number.value)) for number in file.numbers] == [("scheduler.factor", "nan")]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_a_distributed_checkpoint_is_checked(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.tensor([1.0, NAN, 1.0])])
+    file = checked(distributed(tmp_path / "d", {"w": torch.ones(2), "pair": (nested,)}))
+    assert (file.status, file.error) == ("fails", None)
+    assert [(tensor.name, tensor.stats.nan) for tensor in file.bad] == [("pair.0", 1)]
+
+
 def test_metadata_that_asks_to_run_something_or_leads_out_is_refused(tmp_path: Path) -> None:
     folder = distributed(tmp_path / "d", {"w": torch.ones(2)})
     metadata = (folder / ".metadata").read_bytes()
