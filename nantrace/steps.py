@@ -157,6 +157,25 @@ def numbers_of(steps: Iterable[Step]) -> list[int]:
     return [number for number in found if isinstance(number, int)]
 
 
+def by_number(steps: Iterable[Step], wanted: Iterable[int]) -> dict[int, Step]:
+    """The steps with these numbers, by their number; of several with one number the first."""
+    numbers = frozenset(wanted)
+    found: dict[int, Step] = {}
+    for step in _candidates(steps, numbers):
+        number = step.get("step")
+        if number in numbers:
+            found.setdefault(number, step)
+    return found
+
+
+def _candidates(steps: Iterable[Step], numbers: frozenset[int]) -> Iterable[Step]:
+    """All steps among which those with these numbers are; of a long run no other is unpacked."""
+    if not isinstance(steps, Steps):
+        return steps
+    places = np.flatnonzero(np.isin(steps.rows["step"], np.array(sorted(numbers), np.int64)))
+    return (steps[place] for place in places.tolist())
+
+
 def _one_of(value: Any) -> Any:
     """What all parameter groups share."""
     return value[0] if isinstance(value, (list, tuple)) and value and all(one == value[0] for one in value) else value

@@ -103,7 +103,7 @@ def _has_backward(seen: Seen) -> bool:
 def _excused(seen: Seen, sink: int) -> bool:
     role, step = int(seen.role[sink]), int(seen.step[sink])
     if role == Role.GRAD:
-        return evidence.skipped(seen, step) and seen.phase[sink] != Phase.OPTIMIZER
+        return seen.phase[sink] != Phase.OPTIMIZER and evidence.skipped(seen, step)
     if role == Role.LOSS:
         return step not in seen.standstill and (evidence.skipped(seen, step) or _thrown_away(seen, sink))
     if role == Role.BUFFER:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.events import Phase, Role, Site, Trace
+from nantrace.steps import by_number
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,8 +52,7 @@ class Unscaled:
 def without_scale(trace: Trace) -> Unscaled:
     """Divide minimum, maximum and smallest magnitude of losses and gradients by the scale of their step."""
     numbers, at = np.unique(trace.events["step"], return_inverse=True)
-    wanted = set(numbers.tolist())
-    ledger = {int(row["step"]): row for row in trace.steps if row["step"] in wanted}
+    ledger = by_number(trace.steps, numbers.tolist())
     rows = [ledger.get(number, {}) for number in numbers.tolist()]
     scales = [_scale(row) for row in rows]
     perhaps = np.ones(len(trace))

@@ -23,7 +23,7 @@ BAD_STATE = {Role.PARAM: "bad_param", Role.BUFFER: "bad_buffer", Role.STATE: "ba
 
 def skipped(seen: Seen, step: int) -> bool:
     """Whether a GradScaler skipped the update of this step."""
-    return any(entry.get("step") == step and entry.get("skipped") for entry in seen.trace.steps)
+    return bool(seen.ledger.get(step, {}).get("skipped"))
 
 
 def index(stats: TensorStats) -> tuple[int, ...] | None:
@@ -80,8 +80,7 @@ def cause(seen: Seen, row: int, stage: Stage | None) -> str | None:
 
 def nonfinite_rates(seen: Seen, row: int) -> list[float]:
     """The learning rates of the row's step that are infinite or NaN, as the ledger holds them."""
-    entry = next((entry for entry in seen.trace.steps if entry.get("step") == int(seen.step[row])), {})
-    rates = entry.get("lr")
+    rates = seen.ledger.get(int(seen.step[row]), {}).get("lr")
     listed = rates if isinstance(rates, (list, tuple)) else [rates]
     return [rate for rate in listed if isinstance(rate, float) and not math.isfinite(rate)]
 
@@ -285,7 +284,7 @@ def _unused(seen: Seen, status: Status, sink: int | None) -> str:
 
 def _skip(seen: Seen, row: int, step: int) -> str:
     """What became of a step whose update a GradScaler skipped."""
-    entry = next(entry for entry in seen.trace.steps if entry.get("step") == step)
+    entry = seen.ledger[step]
     skips = [int(entry["step"]) for entry in seen.trace.steps if entry.get("skipped")]
     stuck = len(skips) == len(seen.trace.steps) and len(skips) > 1
     tail = " Every traced step was skipped: training stands still." if stuck else ""

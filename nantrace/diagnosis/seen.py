@@ -16,6 +16,7 @@ import numpy.typing as npt
 from nantrace.diagnosis.standstill import standstill
 from nantrace.events import Columns, Phase, Role, Site, TensorStats, Trace
 from nantrace.lineage import Operand
+from nantrace.steps import Step, by_number
 
 #: Largest finite magnitude of the floating dtypes that training uses.
 LARGEST = {
@@ -136,6 +137,11 @@ class Seen:
     def standstill(self) -> tuple[int, ...]:
         """The last steps, if a gradient scaler skipped each of them over a loss that no scale makes finite."""
         return standstill(self.trace.steps)
+
+    @cached_property
+    def ledger(self) -> dict[int, Step]:
+        """What the ledger says of each step that has rows, by its number."""
+        return by_number(self.trace.steps, np.unique(self.step).tolist())
 
     @cached_property
     def classes(self) -> dict[str, str]:

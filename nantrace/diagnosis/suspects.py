@@ -131,7 +131,7 @@ def updates_before(seen: Seen) -> bool:
     """Whether updates were made under observation before the first step that the trace holds: one step of many."""
     if not int(seen.step[0]):  # what an optimizer did before it was watched does not count
         return False
-    row = next((entry for entry in seen.trace.steps if entry.get("step") == int(seen.step[0])), {})
+    row = seen.ledger.get(int(seen.step[0]), {})
     return int(row.get("attempted_total") or 0) > int(row.get("attempted") or 0)
 
 
@@ -141,8 +141,10 @@ def left_out(seen: Seen, row: int) -> bool:
     call = seen.call_of(row)
     while call is not None and call.parent is not None:
         call = calls[call.parent]
-    others = [c for step in np.unique(seen.step) for c in seen.calls(int(step)).values() if c.grad_outputs]
-    return call is not None and not call.grad_outputs and any(c.module == call.module for c in others)
+    if call is None or call.grad_outputs:
+        return False
+    every = (other for step in np.unique(seen.step) for other in seen.calls(int(step)).values())
+    return any(other.grad_outputs and other.module == call.module for other in every)
 
 
 def seen_after_backward(seen: Seen, row: int) -> bool:

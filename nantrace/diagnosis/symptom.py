@@ -18,6 +18,7 @@ from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
 from nantrace.events import Trace
+from nantrace.steps import by_number
 
 _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count
 _BEYOND = 3.0  # spreads above the upper decile
@@ -48,10 +49,12 @@ def _raised(trace: Trace) -> Iterator[Observation]:
     if raised is None:
         return
     said = f"{raised.error}: {raised.message}" if raised.message else raised.error
-    bad = raised.step is not None and (raised.step in _bad_steps(trace) or _is_bad(_row(trace, raised.step)))
+    broken_off = () if raised.step is None else (raised.step,)
+    rows = by_number(trace.steps, broken_off).values()
+    bad = not _bad_steps(trace).isdisjoint(broken_off) or any(map(_is_bad, rows))
     yield Observation(
         "raised",
-        () if raised.step is None else (raised.step,),
+        broken_off,
         f"The block was ended by {said}.",
         ("A nonfinite value had been seen in that step.",) if bad else ("No nonfinite value had been seen in it.",),
         "It proves that some code, perhaps a check or a logger, stopped there.",
@@ -133,7 +136,7 @@ def _spikes(trace: Trace) -> Iterator[Observation]:
     if not spikes:
         return
     step, loss, median, high = max(spikes, key=lambda spike: spike[1] - spike[3])
-    skipped = any(row.get("skipped") for row in trace.steps if row.get("step") == step)
+    skipped = by_number(trace.steps, [step]).get(step, {}).get("skipped")
     yield Observation(
         "loss_spike",
         tuple(spike[0] for spike in spikes),
@@ -155,10 +158,6 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 def _bad_steps(trace: Trace) -> set[int]:
     bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
     return {int(step) for step in np.unique(trace.events["step"][bad])}
-
-
-def _row(trace: Trace, step: int) -> Mapping[str, Any]:
-    return next((row for row in trace.steps if row.get("step") == step), {})
 
 
 def _is_bad(row: Mapping[str, Any]) -> bool:

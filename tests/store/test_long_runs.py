@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nantrace.errors import TraceFormatError
-from nantrace.steps import STEP, Steps, numbers_of, packed, told, unpacked
+from nantrace.steps import STEP, Steps, by_number, numbers_of, packed, told, unpacked
 from nantrace.store import TraceWriter, lines, load
 
 NUMBERS = {
@@ -71,6 +71,19 @@ def test_steps_of_which_more_is_known_are_found_without_the_others(path: Path) -
     assert [step["step"] for step in told(steps)] == [0, 3, 5]
     assert numbers_of(steps) == list(range(10))
     assert list(told(tuple(steps))) == list(steps) and numbers_of(tuple(steps)) == list(range(10))
+
+
+def test_steps_are_found_by_number_without_making_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Row 0 holds notes that belong to no step: its number counts as 0 among the columns and is none.
+    rows = np.array([packed({}), *(packed(a_step(number)) for number in (0, 7, 8, 9, 9))], STEP)
+    steps = Steps(rows, {0: {"notes": ("none",)}, 4: a_step(9, notes=("first",))})
+    expected = {0: a_step(0), 8: a_step(8), 9: a_step(9, notes=("first",))}
+    assert by_number(tuple(steps), (0, 8, 9, 11)) == expected
+    made: list[Any] = []
+    monkeypatch.setattr("nantrace.steps.unpacked", lambda row: made.append(row[0]) or unpacked(row))
+    assert by_number(steps, (0, 8, 9, 11)) == expected
+    assert by_number(steps, ()) == {}
+    assert made == [0, 8, 9]  # 7 was not asked for; the first of those numbered 9 is not made of its row
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.0])
