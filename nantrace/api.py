@@ -220,7 +220,6 @@ def matrix(
         TypeError: a step and a model were both given, or neither.
         ValueError: there is no such axis, or `max_replays` is out of range.
     """
-    from nantrace.replay.axes import NO_BATCH
     from nantrace.replay.matrix import matrix as contrasted
 
     return contrasted(
@@ -228,7 +227,7 @@ def matrix(
         capture=capture,
         axes=axes,
         module=module,
-        other_batch=NO_BATCH if other_batch is None else other_batch,
+        other_batch=other_batch,
         smallest=smallest,
         max_replays=max_replays,
         progress=progress,

@@ -31,6 +31,19 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 SMALL = 1 << 13
 
 
+class unseen:
+    """Nothing read in here is recorded, differentiated or dispatched to a mode."""
+
+    def __enter__(self) -> None:
+        self._modes = (torch.no_grad(), torch._C._DisableTorchDispatch())
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+
 def storage_key(tensor: Tensor) -> int | None:
     """Identity of the memory under a strided tensor, whatever view of it this is; None where there is none."""
     try:

@@ -23,13 +23,11 @@ from nantrace.capture.sites import is_compiled, watched_modules
 from nantrace.errors import ReplayError
 from nantrace.replay.observed import Observed
 from nantrace.replay.precision import FLOATING, HALF, InFloat32, autocast_as, cast, castable
-from nantrace.replay.snapshot import Snapshot, available_bytes
+from nantrace.replay.snapshot import Snapshot, too_large
 from nantrace.replay.step import Step
 
 #: By how much the loss scale is divided in the row "scale lowered".
 SCALE_DIVISOR = 1024.0
-#: Stands for "no other batch was given".
-NO_BATCH = object()
 _SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
@@ -41,16 +39,15 @@ class Scene:
         step: the step.
         snapshot: of its state.
         seen: what a run of the step as it was showed.
-        module: FQN of the module that is to run in float32, if there is one; `named` if the caller chose it.
-        other_batch: `NO_BATCH`, or what another row hands to the step.
+        module: FQN of the module that is to run in float32, if there is one.
+        other_batch: what the row "another batch" hands to the step, None if no other was given.
     """
 
     step: Step
     snapshot: Snapshot
     seen: Observed
     module: str | None = None
-    named: bool = False
-    other_batch: Any = NO_BATCH
+    other_batch: Any = None
 
     @functools.cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -101,14 +98,14 @@ def _refuse_autocast_off(scene: Scene) -> str:
 
 @contextlib.contextmanager
 def _autocast_off(scene: Scene) -> Iterator[Step]:
-    with autocast_as(lambda region: None):
+    with autocast_as(lambda dtype: None):
         yield scene.step
 
 
 def _refuse_bfloat16(scene: Scene) -> str:
     if not scene.uses_half:
         return "the step uses no half precision"
-    used = {dtype for _, dtype in scene.seen.regions} | (scene.dtypes & set(HALF))
+    used = set(scene.seen.regions) | (scene.dtypes & set(HALF))
     if used == {torch.bfloat16}:
         return "the half precision of the step is bfloat16 already"
     return _refuse_cast(scene) if torch.float16 in scene.dtypes else ""
@@ -117,7 +114,7 @@ def _refuse_bfloat16(scene: Scene) -> str:
 @contextlib.contextmanager
 def _bfloat16(scene: Scene) -> Iterator[Step]:
     source = (torch.float16,)
-    with autocast_as(lambda region: torch.bfloat16), cast(castable(scene.snapshot, source), source, torch.bfloat16):
+    with autocast_as(lambda dtype: torch.bfloat16), cast(castable(scene.snapshot, source), source, torch.bfloat16):
         yield scene.step
 
 
@@ -140,7 +137,8 @@ def _refuse_cast(scene: Scene) -> str:
     spread = [type(each).__name__ for each in scene.snapshot.objects(nn.Module) if type(each).__name__ in _SPREAD]
     if spread:
         return f"{spread[0]} holds on to the gradient nodes of its parameters, which a cast would renew"
-    tensors = {id(t): t for m in (scene.step.model,) for t in (*m.parameters(), *m.buffers()) if t.dtype in FLOATING}
+    model = scene.step.model
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.dtype in FLOATING}
     odd = [t for t in tensors.values() if type(t) not in (torch.Tensor, nn.Parameter, nn.Buffer)]
     if odd:
         return f"parameters are of type {type(odd[0]).__name__}, which is not cast here"
@@ -154,18 +152,18 @@ def _refuse_size(scene: Scene) -> str:
     needed: dict[str, int] = {}
     for tensor in castable(scene.snapshot, FLOATING):
         needed[str(tensor.device)] = needed.get(str(tensor.device), 0) + 8 * tensor.numel()
-    for device, size in needed.items():
-        free = available_bytes(device)
-        if free is not None and size > free:
-            return f"casting needs {size:,} bytes on {device}, and {free:,} are available"
-    return ""
+    found = too_large(needed)
+    if found is None:
+        return ""
+    device, size, free = found
+    return f"casting needs {size:,} bytes on {device}, and {free:,} are available"
 
 
 def _everything_in(target: torch.dtype) -> Callable[[Scene], contextlib.AbstractContextManager[Step]]:
     @contextlib.contextmanager
     def change(scene: Scene) -> Iterator[Step]:
         before = torch.get_default_dtype()
-        with autocast_as(lambda region: None), cast(castable(scene.snapshot, FLOATING), FLOATING, target):
+        with autocast_as(lambda dtype: None), cast(castable(scene.snapshot, FLOATING), FLOATING, target):
             torch.set_default_dtype(target)
             try:
                 yield scene.step
@@ -318,7 +316,7 @@ def _evaluation(scene: Scene) -> Iterator[Step]:
 def _refuse_other(scene: Scene) -> str:
     if scene.step.batch is None:
         return "the step reads its batch itself: hand it to nantrace.Step"
-    return "no other batch was given" if scene.other_batch is NO_BATCH else ""
+    return "no other batch was given" if scene.other_batch is None else ""
 
 
 @contextlib.contextmanager
@@ -352,10 +350,10 @@ def _refuse_compiled(scene: Scene) -> str:
     return "" if scene.compiles else "the step compiles nothing"
 
 
-def _stance(**options: str) -> Callable[[Scene], contextlib.AbstractContextManager[Step]]:
+def _backend(name: str) -> Callable[[Scene], contextlib.AbstractContextManager[Step]]:
     @contextlib.contextmanager
     def room(scene: Scene) -> Iterator[Step]:
-        with torch.compiler.set_stance(**options):  # type: ignore[arg-type]
+        with torch.compiler.set_stance("default", force_backend=name):
             yield scene.step
 
     return room
@@ -381,11 +379,10 @@ TABLE: dict[str, Axis] = {
     "evaluation": Axis(_refuse_evaluation, _says("every module in evaluation mode"), _evaluation),
     "other-batch": Axis(_refuse_other, _says("another batch"), _other_batch),
     "deterministic": Axis(_refuse_deterministic, _says("torch.use_deterministic_algorithms"), _deterministic),
-    "eager": Axis(_refuse_compiled, _says("compiled code run eagerly"), _stance(stance="force_eager"), eager=True),
-    "aot-eager": Axis(
-        _refuse_compiled, _says("backend aot_eager"), _stance(stance="default", force_backend="aot_eager"), eager=False
+    # Nothing to change: a traced run is eager already.
+    "eager": Axis(
+        _refuse_compiled, _says("compiled code run eagerly"), lambda scene: contextlib.nullcontext(scene.step)
     ),
-    "inductor": Axis(
-        _refuse_compiled, _says("backend inductor"), _stance(stance="default", force_backend="inductor"), eager=False
-    ),
+    "aot-eager": Axis(_refuse_compiled, _says("backend aot_eager"), _backend("aot_eager"), eager=False),
+    "inductor": Axis(_refuse_compiled, _says("backend inductor"), _backend("inductor"), eager=False),
 }

@@ -16,7 +16,7 @@ import torch
 
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.surroundings import eager_instead_of_compiled
-from nantrace.flow.values import Scanner, planes, tensors_in
+from nantrace.flow.values import Scanner, planes, tensors_in, unseen
 from nantrace.replay.replays import Replays, called
 from nantrace.replay.search import WIDTH, Region, Seen, narrow
 
@@ -129,7 +129,7 @@ def _watching(tree: Tree, chosen: Sequence[int]) -> Iterator[dict[int, Seen]]:
     handles: list[Any] = []
 
     def look(value: Any) -> bool:
-        with contextlib.suppress(Exception), torch.no_grad(), torch._C._DisableTorchDispatch():
+        with contextlib.suppress(Exception), unseen():
             return any(not scanner.is_finite(plane) for _, t in tensors_in(value, "") for plane in planes(t))
         return False  # unreadable: nothing may be raised into the step
 

@@ -23,7 +23,7 @@ class Runs:
         last: without probes again; None if it was not run.
         compiled: the step's own path runs compiled code, the watched one ran it eagerly.
         suspects: what could make a run differ: state that was not wound back, objects that cannot be.
-        others: (what it was for, its ends) of the runs between, under probes that leave the step as it is.
+        others: the ends of the runs between, under probes that leave the step as it is.
     """
 
     first: Ends
@@ -31,7 +31,7 @@ class Runs:
     last: Ends | None
     compiled: bool = False
     suspects: tuple[str, ...] = ()
-    others: tuple[tuple[str, Ends], ...] = ()
+    others: tuple[Ends, ...] = ()
 
 
 def needs_confirmation(verdict: Verdict, runs: Runs) -> bool:
@@ -58,7 +58,7 @@ def confirmed(verdict: Verdict, runs: Runs) -> Verdict:
 
 def _under_probes(runs: Runs) -> str:
     """How the watched run, or one between, differs from the first; "" if none does in a way that matters."""
-    for _, ends in ((" ", runs.watched), *runs.others):
+    for ends in (runs.watched, *runs.others):
         if runs.compiled:
             if not alike(runs.first, ends):
                 return "other ends were nonfinite"

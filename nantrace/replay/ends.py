@@ -18,7 +18,7 @@ import torch
 
 from nantrace.capture.lifecycle import StepListener
 from nantrace.flow.links import fqn
-from nantrace.flow.values import Scanner, masks, planes, tensors_in, unwrapped
+from nantrace.flow.values import Scanner, masks, planes, tensors_in, unseen, unwrapped
 from nantrace.replay.surroundings import random_state
 from nantrace.stats.layout import array_of
 
@@ -113,14 +113,14 @@ class EndsListener(StepListener):
         self._found: dict[tuple[str, str], End] = {}  # the first time counts
         self._iteration, self._skipped = 1, 0
         self._failure: Exception | None = None
-        with _unseen():
+        with unseen():
             self._before = {(place, name): counts for place, name, t in self._state() if any(counts := self._count(t))}
         self.ends = Ends()
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
         if nested or not accumulates:
             return
-        with _unseen():
+        with unseen():
             for root in roots:
                 plain = unwrapped(root)
                 self._losses.append(_bits(plain))
@@ -132,19 +132,19 @@ class EndsListener(StepListener):
             return
         if len(self._inputs) < _MOST_CALLS:
             try:
-                with _unseen():
+                with unseen():
                     self._inputs.append(digest([unwrapped(t) for _, t in tensors_in((args, kwargs), "")]))
             except Exception:  # values within a functorch transform cannot be read: then nobody heard the calls
                 self._unreadable = True
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        with _unseen():
+        with unseen():
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
                     self._look_at_gradient(self._name(parameter), parameter.grad)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        with _unseen():
+        with unseen():
             for parameter in _parameters(optimizer):
                 name = self._name(parameter)
                 self._look("parameter", name, parameter)
@@ -156,7 +156,7 @@ class EndsListener(StepListener):
     def scaler_stepped(
         self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found_inf: tuple[torch.Tensor, ...]
     ) -> None:
-        with _unseen():
+        with unseen():
             self._skipped += any(float(found) > 0 for found in found_inf)
 
     def recorder_failed(self, error: Exception) -> None:
@@ -168,7 +168,7 @@ class EndsListener(StepListener):
         Raises:
             Exception: a failure of this listener's own, which nothing of the step's could have caused.
         """
-        with _unseen():
+        with unseen():
             for place, name, tensor in self._state():
                 if place == "gradient":
                     self._look_at_gradient(name, tensor)
@@ -240,19 +240,6 @@ def describe(error: Exception) -> str:
 
 def _is_library(filename: str) -> bool:
     return "/torch/" in filename or "/nantrace/" in filename
-
-
-class _unseen:
-    """Nothing read in here is recorded, differentiated or dispatched to a mode."""
-
-    def __enter__(self) -> None:
-        self._modes = (torch.no_grad(), torch._C._DisableTorchDispatch())
-        for mode in self._modes:
-            mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
 
 
 def _bits(root: torch.Tensor) -> str:

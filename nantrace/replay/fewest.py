@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.diagnosis.contrast import Smallest
 from nantrace.replay.axes import Scene, modules_by_name
-from nantrace.replay.observed_run import Ran, as_it_is, run
+from nantrace.replay.observed_run import Ran, run
 from nantrace.replay.precision import InFloat32
 from nantrace.replay.replays import Replays
 from nantrace.replay.samples import reduced
@@ -122,17 +122,16 @@ class _Tree:
     @contextlib.contextmanager
     def in_float32(self, names: Sequence[str]) -> Iterator[Step]:
         step = self._scene.step
-        with (
-            InFloat32(step.model, [self._modules[name] for name in names]),
-            eager_instead_of_compiled() if self._scene.compiles else contextlib.nullcontext(),
-        ):
+        with InFloat32(step.model, [self._modules[name] for name in names]), self._eager():
             yield step
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[Step]:
-        eager = eager_instead_of_compiled() if self._scene.compiles else contextlib.nullcontext()
-        with eager, as_it_is(self._scene.step) as step:
-            yield step
+        with self._eager():
+            yield self._scene.step
+
+    def _eager(self) -> contextlib.AbstractContextManager[None]:
+        return eager_instead_of_compiled() if self._scene.compiles else contextlib.nullcontext()
 
 
 def _within(name: str, outer: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from nantrace.diagnosis.contrast import AXES, BASE, COMPILED, Contrast, Row, Smallest
 from nantrace.diagnosis.contrast_reading import readings
 from nantrace.errors import ReplayError
-from nantrace.replay.axes import NO_BATCH, TABLE, Scene, Unreached, modules_by_name
+from nantrace.replay.axes import TABLE, Scene, Unreached, modules_by_name
 from nantrace.replay.captured import applied
 from nantrace.replay.compare import difference
 from nantrace.replay.fewest import fewest
@@ -31,7 +31,7 @@ def matrix(
     capture: str | os.PathLike[str] | None = None,
     axes: Iterable[str] | None = None,
     module: str | None = None,
-    other_batch: Any = NO_BATCH,
+    other_batch: Any = None,
     smallest: bool = True,
     max_replays: int = 60,
     progress: Callable[[str], None] | None = None,
@@ -43,7 +43,7 @@ def matrix(
         capture: a captured step to replay from, in place of the present state.
         axes: names of `diagnosis.contrast.AXES`; None all. The step as it was is always there.
         module: FQN of the module that is to run in float32; None: the one in which the first nonfinite value was seen.
-        other_batch: what the row "another batch" hands to the step.
+        other_batch: what the row "another batch" hands to the step; None: that row does not apply.
         smallest: also search for the fewest modules that have to run in float32 for the step to be finite.
         max_replays: how often the step may run, at least 3; rows for which none is left say so.
         progress: told one line about each replay.
@@ -104,7 +104,7 @@ def _refuse_unknown(step: Step, module: str | None) -> None:
 
 def _contrast(replays: Replays, asked: _Asked) -> Contrast:
     first = run(replays, "as it was", as_it_is(replays.step), traced=False)
-    scene = Scene(replays.step, replays.snapshot, first.seen, asked.module, asked.module is not None, asked.other_batch)
+    scene = Scene(replays.step, replays.snapshot, first.seen, asked.module, asked.other_batch)
     again = run(replays, "as it was, again", as_it_is(replays.step), traced=not scene.compiles)
     base = row_of(BASE, first if scene.compiles else again, scene, "nothing changed")
     differs = difference(first.ends, again.ends)
@@ -189,11 +189,7 @@ def _smallest(replays: Replays, scene: Scene, traced: Ran, rows: Sequence[Row]) 
     in_float32 = [row for row in rows if row.axis in ("float32", "autocast-off") and row.ran]
     if in_float32 and all(row.outcome == "nonfinite" and not row.notes for row in in_float32):
         return Smallest(reason="the step is nonfinite in float32 too")
-
-    def finite(ran: Ran) -> bool:
-        return outcome_of(ran, scene)[0] == "finite"
-
-    return fewest(replays, scene, finite)
+    return fewest(replays, scene, lambda ran: outcome_of(ran)[0] == "finite")
 
 
 def _notes(replays: Replays, first: Ran, scene: Scene) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from nantrace.capture.lifecycle import StepListener
-from nantrace.replay.ends import _unseen
-from nantrace.replay.precision import Region
+from nantrace.flow.values import unseen
 
 
 class Observed(StepListener):
@@ -23,7 +22,7 @@ class Observed(StepListener):
         losses: of each backward pass, unscaled; NaN for one of several elements that is not all finite.
         scalers: (enabled, scale before the step) of each scaler that was used.
         optimizers: class names of those that stepped, or were skipped by a scaler.
-        regions: autocast regions that were entered; filled by `precision.autocast_seen`.
+        regions: dtype of each autocast region that was entered; filled by `precision.autocast_seen`.
         training: a module was in training mode when the run ended.
         compiled: something was compiled in the run.
         failure: of this listener's own.
@@ -34,7 +33,7 @@ class Observed(StepListener):
         self.losses: list[float] = []
         self.scalers: list[tuple[bool, float]] = []
         self.optimizers: list[str] = []
-        self.regions: list[Region] = []
+        self.regions: list[torch.dtype] = []
         self.training = False
         self.compiled = False
         self.failure: Exception | None = None
@@ -67,7 +66,7 @@ class Observed(StepListener):
     def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
         if nested or not accumulates:
             return
-        with _unseen():
+        with unseen():
             for root in roots:
                 pair = self._given.get(id(root))
                 self.losses.append(_number(root) / self._scale if pair is None else _number(pair[1]))
@@ -77,7 +76,7 @@ class Observed(StepListener):
 
     def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
         if self._norm is None:
-            with _unseen():
+            with unseen():
                 self._norm = float(total_norm) / self._scale
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +94,7 @@ class Observed(StepListener):
         """The run is over, and its state not yet wound back."""
         self.training = any(module.training for module in self._model.modules())
         self._given.clear()
-        with _unseen():
+        with unseen():
             self._look(self._model.parameters())
             if isinstance(returned, torch.Tensor) and returned.numel() == 1:
                 self._returned = _number(returned)
@@ -104,7 +103,7 @@ class Observed(StepListener):
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(type(optimizer).__name__)
-        with _unseen():
+        with unseen():
             self._look(p for group in optimizer.param_groups for p in group["params"])
 
     def _look(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from nantrace.capture.lifecycle import Lifecycle
-from nantrace.capture.tracer import Tracer
 from nantrace.events import Trace
 from nantrace.replay import surroundings
 from nantrace.replay.ends import Ends
@@ -19,6 +18,7 @@ from nantrace.replay.observed import Observed
 from nantrace.replay.precision import autocast_seen
 from nantrace.replay.replays import Replays, called
 from nantrace.replay.step import Step
+from nantrace.replay.written import tracer_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def run(replays: Replays, what: str, room: contextlib.AbstractContextManager[Ste
             exits.enter_context(Lifecycle(seen))
             exits.enter_context(autocast_seen(seen.regions))
             step = exits.enter_context(room)
-            tracer = exits.enter_context(_tracer(step)) if traced else None
+            tracer = exits.enter_context(tracer_of(step)) if traced else None
             _wait_for_device()
             began = time.perf_counter()
             returned, error = called(step)
@@ -72,12 +72,6 @@ def run(replays: Replays, what: str, room: contextlib.AbstractContextManager[Ste
     if seen.failure is not None:
         raise seen.failure
     return Ran(ends, seen, None if tracer is None else tracer.trace, seconds, drew)
-
-
-def _tracer(step: Step) -> Tracer:
-    return Tracer(
-        step.model, optimizer=step.optimizer, scaler=step.scaler, batch=step.batch, on_nonfinite="ignore"
-    )  # fmt: skip
 
 
 def _frames() -> int:

@@ -25,10 +25,8 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")
 
-#: (device type, dtype) of a region in which autocast is on.
-Region = tuple[str, torch.dtype]
-#: What a region becomes: another dtype, None for off.
-Pick = Callable[[Region], torch.dtype | None]
+#: What a region in which autocast is on becomes, by its dtype: another dtype, None for off.
+Pick = Callable[[torch.dtype], torch.dtype | None]
 
 
 @contextlib.contextmanager
@@ -56,12 +54,12 @@ def autocast_as(pick: Pick) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_seen(found: list[Region]) -> Iterator[None]:
-    """Notes every region in which autocast is on, and changes nothing."""
+def autocast_seen(found: list[torch.dtype]) -> Iterator[None]:
+    """Notes the dtype of every region in which autocast is on, and changes nothing."""
 
-    def note(region: Region) -> torch.dtype:
-        found.append(region)
-        return region[1]
+    def note(dtype: torch.dtype) -> torch.dtype:
+        found.append(dtype)
+        return dtype
 
     with autocast_as(note):
         yield
@@ -71,7 +69,7 @@ def _set(device: str, pick: Pick) -> None:
     if not torch.is_autocast_enabled(device):
         return
     now = torch.get_autocast_dtype(device)
-    wanted = pick((device, now))
+    wanted = pick(now)
     if wanted is None:
         torch.set_autocast_enabled(device, False)
     elif wanted is not now:
@@ -175,15 +173,14 @@ class InFloat32:
         self._others = [each for each in model.modules() if id(each) not in inside and _half_dtype(each) is not None]
         owned = [t for m in self._chosen for t in (*m.parameters(), *m.buffers()) if t.dtype in HALF]
         self._tensors = list({id(tensor): tensor for tensor in owned}.values())
-        self._depth = 0
-        self._outside: list[list[tuple[str, bool]]] = []
+        self._outside: list[list[tuple[str, bool]]] = []  # autocast around each call that is open
         self._exits = contextlib.ExitStack()
         self.entered = 0
 
     def __enter__(self) -> InFloat32:
         with contextlib.ExitStack() as exits:
             exits.enter_context(cast(self._tensors, HALF, torch.float32))
-            exits.enter_context(autocast_as(lambda region: None if self._depth else region[1]))
+            exits.enter_context(autocast_as(lambda dtype: None if self._outside else dtype))
             for module in self._chosen:
                 exits.callback(module.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
                 exits.callback(module.register_forward_hook(self._ends, always_call=True).remove)
@@ -197,14 +194,12 @@ class InFloat32:
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.entered += 1
-        self._depth += 1
         self._outside.append([(device, torch.is_autocast_enabled(device)) for device in _DEVICES])
         for device in _DEVICES:
             torch.set_autocast_enabled(device, False)
         return _cast_all(args, HALF, torch.float32), _cast_all(kwargs, HALF, torch.float32)
 
     def _ends(self, *_: Any) -> None:
-        self._depth -= 1
         for device, enabled in self._outside.pop():
             torch.set_autocast_enabled(device, enabled)
 

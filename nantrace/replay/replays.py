@@ -41,7 +41,7 @@ class Replays:
         latest: what the latest run came to.
         cost: what the latest run that was watched at its ends only took.
         unprobed: what each run that was watched at its ends only came to.
-        probed: (what it was for, what it came to) of each run under probes that leave the step as it is.
+        probed: what each run under probes that leave the step as it is came to.
 
     Raises:
         ReplayError: the state cannot be kept.
@@ -56,7 +56,7 @@ class Replays:
         self.latest = Ends()
         self.cost = Cost()
         self.unprobed: list[Ends] = []
-        self.probed: list[tuple[str, Ends]] = []
+        self.probed: list[Ends] = []
         self._progress = progress
 
     def __enter__(self) -> Replays:
@@ -75,7 +75,7 @@ class Replays:
     def one(self, what: str, *, same: bool = True) -> Iterator[EndsListener]:
         """The room for one run; whatever happens in it, the state is restored behind it.
 
-        `same`: the run is meant to come to the same ends as one without probes.
+        `same`: it is under probes, and meant to come to the same ends as a run without.
         """
         self.count += 1
         number = self.count
@@ -89,18 +89,17 @@ class Replays:
             self.snapshot.restore()
         self.latest = listener.ends
         if same:
-            self.probed.append((what, listener.ends))
+            self.probed.append(listener.ends)
         if self._progress is not None:
             self._progress(f"replay {number}: {what}: {listener.ends.in_words()}")
 
     def plain(self, what: str) -> Ends:
         """One run that is watched at its ends only, compiled where the user compiled it."""
-        with self.one(what) as listener:
+        with self.one(what, same=False) as listener:
             began, nodes = time.perf_counter(), _nodes_made()
             returned, error = called(self.step)
             self.cost = Cost(time.perf_counter() - began, max(0, _nodes_made() - nodes))
             ends = listener.ended(returned, error)
-        self.probed.pop()
         self.unprobed.append(ends)
         return ends
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from nantrace.diagnosis.contrast import Outcome, Row
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
@@ -18,7 +20,7 @@ _WORST = ("fault", "contained", "inconclusive")
 
 def row_of(axis: str, ran: Ran, scene: Scene, words: str) -> Row:
     """The row of a replay that took place."""
-    outcome, verdict = outcome_of(ran, scene)
+    outcome, verdict = outcome_of(ran)
     row = Row(
         axis,
         outcome,
@@ -34,7 +36,7 @@ def row_of(axis: str, ran: Ran, scene: Scene, words: str) -> Row:
     return row if outcome != "nonfinite" or verdict is None else _placed(row, verdict)
 
 
-def outcome_of(ran: Ran, scene: Scene) -> tuple[Outcome, Verdict | None]:
+def outcome_of(ran: Ran) -> tuple[Outcome, Verdict | None]:
     """Whether the run was finite in all that training keeps, and the verdict on its trace where it was not.
 
     What a step returns counts where it runs no backward pass, or where the verdict blames it. A step that raised
@@ -52,8 +54,6 @@ def outcome_of(ran: Ran, scene: Scene) -> tuple[Outcome, Verdict | None]:
 
 
 def _placed(row: Row, verdict: Verdict) -> Row:
-    import dataclasses
-
     origin = verdict.origin
     return dataclasses.replace(
         row,

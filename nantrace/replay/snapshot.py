@@ -379,12 +379,21 @@ def available_bytes(device: str) -> int | None:
         return None
 
 
-def refuse_if_too_large(needed: dict[str, int]) -> None:
-    """Raise a `ReplayError` that names the bytes if a device cannot hold the copies."""
+def too_large(needed: dict[str, int]) -> tuple[str, int, int] | None:
+    """The first device that cannot hold what is needed on it: its name, the bytes needed, those available."""
     for device, size in needed.items():
         free = available_bytes(device)
         if free is not None and size > free:
-            raise ReplayError(
-                f"Replaying this step needs {size:,} bytes on {device} for a copy of its state, and {free:,} are "
-                f"available; free memory, or replay with a smaller batch or model."
-            )
+            return device, size, free
+    return None
+
+
+def refuse_if_too_large(needed: dict[str, int]) -> None:
+    """Raise a `ReplayError` that names the bytes if a device cannot hold the copies."""
+    found = too_large(needed)
+    if found is not None:
+        device, size, free = found
+        raise ReplayError(
+            f"Replaying this step needs {size:,} bytes on {device} for a copy of its state, and {free:,} are "
+            f"available; free memory, or replay with a smaller batch or model."
+        )

@@ -1,9 +1,10 @@
-"""Writes what a bisection found as a trace file: the modules of one more replay, with the lineage of the op pass."""
+"""Replays under the module tracer; the trace file of a bisection is one of them, with the lineage of its op pass."""
 
 from __future__ import annotations
 
 import os
 from types import TracebackType
+from typing import Any
 
 from nantrace.capture.tracer import Tracer
 from nantrace.diagnosis.verdict import Verdict
@@ -11,6 +12,7 @@ from nantrace.errors import TraceExistsError
 from nantrace.flow.live import Observe, op_row
 from nantrace.lineage import Lineage
 from nantrace.replay.replays import Replays, called
+from nantrace.replay.step import Step
 
 
 def refuse_taken(path: str | os.PathLike[str] | None) -> None:
@@ -30,6 +32,18 @@ def keep_verdict(path: str | os.PathLike[str], verdict: Verdict) -> None:
     set_verdict(path, verdict.to_dict())
 
 
+def tracer_of(step: Step, **options: Any) -> Tracer:
+    """The module tracer for one replay; `options` are further ones of `Tracer`."""
+    return Tracer(
+        step.model,
+        optimizer=step.optimizer,
+        scaler=step.scaler,
+        batch=step.batch,
+        on_nonfinite="ignore",
+        **options,
+    )
+
+
 def traced(
     replays: Replays,
     what: str,
@@ -39,15 +53,7 @@ def traced(
 ) -> Tracer:
     """One replay under the module tracer. `lineage` is stored with it, and a row for each nonfinite op output."""
     step = replays.step
-    tracer = Tracer(
-        step.model,
-        path=path,
-        optimizer=step.optimizer,
-        scaler=step.scaler,
-        batch=step.batch,
-        on_nonfinite="ignore",
-        ops=None if lineage is None else _Known(lineage),
-    )
+    tracer = tracer_of(step, path=path, ops=None if lineage is None else _Known(lineage))
     with replays.one(what) as listener:
         with tracer:
             returned, error = called(step)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nantrace.replay.axes import NO_BATCH
 from nantrace.replay.step import Step
 
 YES, NO, NA = "finite", "nonfinite", "not_applicable"
@@ -246,7 +245,7 @@ def guarded() -> tuple[Step, Any]:
             raise FloatingPointError("loss is not finite")
         loss.backward()
 
-    return Step(run, model, batch_of()), NO_BATCH
+    return Step(run, model, batch_of()), None
 
 
 PROGRAMS: dict[str, Program] = {

@@ -18,7 +18,7 @@ import nantrace
 from nantrace.diagnosis.contrast import AXES, BASE, Contrast, Row
 from nantrace.diagnosis.contrast_reading import readings
 from nantrace.errors import ReplayError
-from nantrace.replay.axes import NO_BATCH, TABLE
+from nantrace.replay.axes import TABLE
 from nantrace.replay.fewest import _narrowed
 from nantrace.replay.matrix import matrix
 from nantrace.replay.precision import InFloat32, autocast_as
@@ -69,7 +69,7 @@ def test_each_program_gets_the_rows_and_the_reading_it_was_written_for(name: str
     found = of(
         step,
         axes=program.axes,
-        other_batch=NO_BATCH if other is None else other,
+        other_batch=other,
         smallest=program.smallest is not None,
     )
     assert {axis: found.row(axis).outcome for axis in program.rows} == program.rows
