@@ -1,4 +1,7 @@
-"""The recipes of "Automatic Mixed Precision examples" in PyTorch's documentation, on a CPU."""
+"""The recipes of "Automatic Mixed Precision examples" in PyTorch's documentation, on a CPU.
+
+The first of them, "typical mixed precision training", is `programs.loss_inside`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from tests.recipes.programs import STEPS, Parts, Program, autocast, loss_of
-
-
-def typical(p: Parts) -> None:
-    for _ in range(STEPS):
-        p.optimizer.zero_grad()
-        with autocast():
-            loss = F.mse_loss(p.model(p.x), p.y)
-        p.scaler.scale(loss).backward()
-        p.scaler.step(p.optimizer)
-        p.scaler.update()
 
 
 def clipping(p: Parts) -> None:
@@ -109,7 +102,6 @@ def checkpointed(p: Parts) -> None:
 
 
 DOCUMENTED: tuple[Program, ...] = (
-    typical,
     clipping,
     accumulating,
     gradient_penalty,

@@ -207,7 +207,8 @@ def unscale_each_micro_step(p: Parts) -> None:
     _accumulated(p, unscale)
 
 
-def _one_optimizer_each_iteration(p: Parts, update: Callable[[int], bool]) -> None:
+def update_for_one_of_two(p: Parts) -> None:
+    """The second optimizer's gradients are still being summed when the scale is updated."""
     first = torch.optim.SGD(p.model[0].parameters(), lr=0.01)
     second = torch.optim.SGD(p.model[2].parameters(), lr=0.01)
     for iteration in range(4):
@@ -218,11 +219,6 @@ def _one_optimizer_each_iteration(p: Parts, update: Callable[[int], bool]) -> No
             p.scaler.step(second)
             second.zero_grad()
         p.scaler.update()
-
-
-def update_for_one_of_two(p: Parts) -> None:
-    """The second optimizer's gradients are still being summed when the scale is updated."""
-    _one_optimizer_each_iteration(p, lambda iteration: True)
 
 
 def _scaled_loss(p: Parts, backward: Callable[[Parts, torch.Tensor], None], dtype: torch.dtype = torch.float16) -> None:
