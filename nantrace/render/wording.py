@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from nantrace.diagnosis.causes.roles import role
+from nantrace.diagnosis.causes.wording import counts, put_out, read
 from nantrace.diagnosis.ranks import ranks
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Role, Site, TensorStats, Trace
@@ -24,6 +26,7 @@ _HEADLINE = {
 }
 #: Statuses whose first evidence sentence stands in the headline.
 _TOLD = ("fault", "contained", "inconclusive")
+OUTSIDE = "(outside the modules)"  # where code ran that is in no module
 _OPERANDS = 8  # operands of an op that are shown
 
 
@@ -119,24 +122,26 @@ def facts_of(origin: Origin) -> list[str]:
 
 
 def _held(stats: Any, first: tuple[int, ...] | None) -> str:
-    kinds = [(_field(stats, "nan"), "nan"), (_field(stats, "posinf"), "+inf"), (_field(stats, "neginf"), "-inf")]
-    held = ", ".join(f"{count:,} {name}" for count, name in kinds if count)
+    held = ", ".join(_kinds(stats))
     if _field(stats, "numel") == 1:
         return f"its one element is {held.removeprefix('1 ')}" if held else "its one element is finite"
     where = f"; first at {list(first)}" if first else ""
     return f"{held or 'no nonfinite elements'} of {_field(stats, 'numel'):,} elements{where}"
 
 
-def _operand(operand: Any, op: str | None) -> str:
-    from nantrace.diagnosis.causes.roles import role  # brings all causes with it
+def _kinds(stats: Any) -> list[str]:
+    """How many elements are nonfinite, a phrase for each kind that there is."""
+    kinds = [(_field(stats, "nan"), "nan"), (_field(stats, "posinf"), "+inf"), (_field(stats, "neginf"), "-inf")]
+    return [f"{count:,} {name}" for count, name in kinds if count]
 
+
+def _operand(operand: Any, op: str | None) -> str:
     argument = _field(operand, "name")
     argument = role(op, argument) if op and argument else argument
     names = [name for name in (argument, _field(operand, "tensor")) if name]
     name = " = ".join(dict.fromkeys(names)) or "input"
     span = _span(_field(operand, "min"), _field(operand, "max"), _field(operand, "shape"))
-    kinds = [(_field(operand, "nan"), "nan"), (_field(operand, "posinf"), "+inf"), (_field(operand, "neginf"), "-inf")]
-    bad = "".join(f", {count:,} {what}" for count, what in kinds if count)
+    bad = "".join(f", {kind}" for kind in _kinds(operand))
     zero = _field(operand, "zero")
     zeros = f", {plural(zero, 'zero')}" if zero and span != "all 0" and span != "0" else ""
     return f"read {name}: {_field(operand, 'dtype')} {list(_field(operand, 'shape') or ())}, {span}{zeros}{bad}"
@@ -155,8 +160,6 @@ def told_by_numbers(origin: Origin | None) -> set[str]:
     """Sentences of the evidence that the statistics of the first nonfinite tensor show already."""
     if origin is None or origin.op is None:  # only what replays an op says these
         return set()
-    from nantrace.diagnosis.causes.wording import counts, put_out, read  # brings all causes with it
-
     told = {read(operand, origin.op) for operand in origin.inputs[:_OPERANDS] if isinstance(operand, Operand)}
     output = origin.output
     if isinstance(output, TensorStats):
@@ -177,10 +180,13 @@ def way_of(verdict: Verdict) -> str:
             stops.append((stop, []))
         stops[-1][1].append(str(step["op"]).removeprefix("aten."))
     said = [f"{stop} ({', '.join(_ends(ops))})" for stop, ops in stops]
-    last = steps[-1]
-    name = str(last["name"])
-    sink = name if last["sink"] in ("loss", "returned", "state") else f"{last['sink']} {name}"
-    return " -> ".join([*_ends(said), sink])
+    return " -> ".join([*_ends(said), sink_name(steps[-1])])
+
+
+def sink_name(step: Mapping[str, Any]) -> str:
+    """What a way ended in: the name alone where it says what it is, else after the kind of sink."""
+    sink, name = str(step["sink"]), str(step["name"])
+    return name if sink in ("loss", "returned", "state") else f"{sink} {name}"
 
 
 def _stop(step: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Phase, Role
+from nantrace.render.figures import numbers
 from nantrace.render.figures.births import births
 from nantrace.render.figures.headroom import MOST_MODULES, MOST_STEPS, grouped, headroom_map
 from nantrace.render.figures.ledger import MOST_POINTS, ledger
@@ -73,6 +74,19 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"step 7 is not in the trace: it holds steps 0 to 2\."):
         ranges(overflow(), step=7)
     assert ranges(overflow(), step=1).step == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_the_first_nonfinite_row_is_found_in_whichever_chunk_it_lies(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbers, "CHUNK", chunk)
+    trace = overflow()
+    assert trace.events["nan"].any() or trace.events["posinf"].any()
+    assert numbers.first_nonfinite(trace) == int(np.flatnonzero(numbers.nonfinite(trace.events))[0]) > 3
+    assert numbers.first_nonfinite(clean()) is None
+    assert ranges(trace).step == 2  # without a verdict, that of the first nonfinite event
+    assert ranges(clean()).step == clean().events["step"][-1]
 
 
 def test_the_birth_of_a_verdict_without_rows_is_looked_up_by_its_place() -> None:

@@ -11,14 +11,12 @@ import numpy.typing as npt
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.figures.births import births
-from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, headroom, nonfinite, steps_of
-from nantrace.render.wording import plural
+from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, headroom, nonfinite, steps_of
+from nantrace.render.wording import OUTSIDE, plural
 
 MOST_MODULES, MOST_STEPS = 40, 120
 _TOO_FEW = 10  # groups of modules: then the next level is cut into bands instead
 _APART = 4  # rows kept for what is no module of the tree: the model itself, code outside it
-_OUTSIDE = "(outside the modules)"
-_CHUNK = 1 << 20  # rows taken at a time, which bounds the memory of a long trace
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,16 @@ class Headroom:
 
 def headroom_map(trace: Trace, verdict: Verdict | None = None) -> Headroom:
     """The map of a whole trace; each cell is the worst of what it joins, in any phase."""
-    labels, group_of_site = _rows(trace)
+    modules = _modules(trace)
+    labels, group_of_site = _rows(trace, modules)
     steps = steps_of(trace)
     begins = cut(len(steps), MOST_STEPS)
     spans = tuple((int(part[0]), int(part[-1])) for part in np.split(steps, begins[1:])) if len(steps) else ()
     firsts = steps[begins] if len(steps) else steps
     shape = (len(labels), len(spans))
     bits, bad = np.full(shape, np.nan), np.zeros(shape, dtype=bool)
-    for start in range(0, len(trace), _CHUNK):
-        rows = slice(start, start + _CHUNK)
+    for start in range(0, len(trace), CHUNK):
+        rows = slice(start, start + CHUNK)
         events = trace.events[rows]
         cells = (group_of_site[events["site"]], np.searchsorted(firsts, events["step"], "right") - 1)
         np.fmin.at(bits, cells, headroom(trace, rows))
@@ -60,11 +59,10 @@ def headroom_map(trace: Trace, verdict: Verdict | None = None) -> Headroom:
     events = trace.events[births(trace, verdict)] if len(trace) else trace.events
     columns = np.searchsorted(firsts, events["step"], "right") - 1
     born = zip(group_of_site[events["site"]].tolist(), columns.tolist(), strict=True)
-    return Headroom(labels, spans, bits, bad, tuple(dict.fromkeys(born)), _note(trace, labels, steps, begins))
+    return Headroom(labels, spans, bits, bad, tuple(dict.fromkeys(born)), _note(len(modules), labels, steps, begins))
 
 
-def _note(trace: Trace, labels: Sequence[str], steps: Rows, begins: Rows) -> str:
-    count = len(_modules(trace))
+def _note(count: int, labels: Sequence[str], steps: Rows, begins: Rows) -> str:
     parts = [f"{plural(count, 'module')} in {plural(len(labels), 'row')}"] if count > len(labels) else []
     parts += [f"{plural(len(steps), 'step')} in {plural(len(begins), 'column')}"] if len(begins) < len(steps) else []
     return f"{' and '.join(parts)}: each cell is the worst of what it joins." if parts else ""
@@ -78,12 +76,11 @@ def _modules(trace: Trace) -> list[str]:
 
 
 def _name(module: str | None) -> str:
-    return _OUTSIDE if module is None else module or "(model)"
+    return OUTSIDE if module is None else module or "(model)"
 
 
-def _rows(trace: Trace) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
+def _rows(trace: Trace, modules: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
     """Names of the map's rows, and the row of each site."""
-    modules = _modules(trace)
     apart = [module for module in modules if module.startswith(("(", "<"))][:_APART]
     groups = grouped([module for module in modules if module not in apart], MOST_MODULES - len(apart))
     groups = [*((name, [name]) for name in apart if name == "(model)"), *groups]

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from nantrace.events import Phase, Role, Trace
-from nantrace.render.figures.numbers import Flags, Floats, Rows, cut, largest, nonfinite, steps_of
+from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, largest, nonfinite, steps_of
 from nantrace.render.wording import plural
 
 MOST_POINTS = 400
-_CHUNK = 1 << 20  # rows taken at a time, which bounds the memory of a long trace
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ def _gradients(trace: Trace, steps: Rows) -> tuple[Floats, Flags]:
     ]
     chosen = np.zeros(len(trace.sites) or 1, dtype=bool)
     chosen[sites] = True
-    for start in range(0, len(trace), _CHUNK):
-        events = trace.events[start : start + _CHUNK]
+    for start in range(0, len(trace), CHUNK):
+        events = trace.events[start : start + CHUNK]
         events = events[chosen[events["site"]]]
         place = np.searchsorted(steps, events["step"])
         known = steps[np.minimum(place, len(steps) - 1)] == events["step"]

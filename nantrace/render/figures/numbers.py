@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from nantrace.diagnosis.seen import LARGEST
 from nantrace.events import Columns, Trace
+from nantrace.narrowing import nonfinite_rows
 
 #: Smallest normal magnitude of the floating dtypes that training uses.
 SMALLEST_NORMAL = {
@@ -27,10 +28,21 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.int64]
 
+CHUNK = 1 << 20  # rows taken at a time, which bounds the memory of a long trace
+
 
 def nonfinite(events: npt.NDArray[np.void]) -> Flags:
     """Which rows hold a nonfinite element."""
-    return np.asarray((events["nan"] > 0) | (events["posinf"] > 0) | (events["neginf"] > 0))
+    return nonfinite_rows(events)
+
+
+def first_nonfinite(trace: Trace) -> int | None:
+    """The first row that holds a nonfinite element; rows after its chunk are not read."""
+    for start in range(0, len(trace), CHUNK):
+        bad = np.flatnonzero(nonfinite(trace.events[start : start + CHUNK]))
+        if bad.size:
+            return start + int(bad[0])
+    return None
 
 
 def largest(events: npt.NDArray[np.void]) -> Floats:

@@ -17,6 +17,7 @@ from nantrace.render.figures.numbers import (
     Flags,
     Floats,
     bounds,
+    first_nonfinite,
     largest,
     nonfinite,
     smallest,
@@ -141,9 +142,8 @@ def _step(trace: Trace, marked: list[int], step: int | None) -> int | None:
         return step
     if not len(trace):
         return None
-    bad = np.flatnonzero(nonfinite(trace.events))
-    row = marked[0] if marked else int(bad[0]) if bad.size else len(trace) - 1
-    return int(trace.events["step"][row])
+    row = marked[0] if marked else first_nonfinite(trace)
+    return int(trace.events["step"][-1 if row is None else row])
 
 
 def _starts(trace: Trace, events: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -16,13 +16,11 @@ import numpy.typing as npt
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Role, Trace
 from nantrace.render.figures.births import births
-from nantrace.render.figures.numbers import headroom, nonfinite
-from nantrace.render.wording import plural
+from nantrace.render.figures.numbers import CHUNK, first_nonfinite, headroom, nonfinite
+from nantrace.render.wording import OUTSIDE, plural
 
 MOST_LINES, MOST_MODULES = 4000, 2500
 _DEEPEST = 40  # levels of nesting; deeper names stay whole
-_CHUNK = 1 << 20  # rows taken at a time, which bounds the memory of a long trace
-_OUTSIDE = "(outside the modules)"
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,8 @@ def _culprits(trace: Trace, verdict: Verdict | None) -> list[int]:
     born = births(trace, verdict)
     if born or verdict is not None:
         return born
-    for start in range(0, len(trace), _CHUNK):
-        bad = np.flatnonzero(nonfinite(trace.events[start : start + _CHUNK]))
-        if bad.size:
-            return [start + int(bad[0])]
-    return []
+    first = first_nonfinite(trace)
+    return [] if first is None else [first]
 
 
 def _sums(trace: Trace, culprits: Sequence[int]) -> _Sums:
@@ -139,8 +134,8 @@ def _sums(trace: Trace, culprits: Sequence[int]) -> _Sums:
     counted = [np.zeros(count, dtype=np.int64) for _ in range(4)]
     events, bad, nan, inf = counted
     low, high, bits = (np.full(count, np.nan) for _ in range(3))
-    for start in range(0, len(trace), _CHUNK):
-        rows = slice(start, start + _CHUNK)
+    for start in range(0, len(trace), CHUNK):
+        rows = slice(start, start + CHUNK)
         part = trace.events[rows]
         site = part["site"].astype(np.int64)
         events += np.bincount(site, minlength=count)
@@ -157,7 +152,7 @@ def _sums(trace: Trace, culprits: Sequence[int]) -> _Sums:
 
 
 def _name(module: str | None) -> str:
-    return _OUTSIDE if module is None else module
+    return OUTSIDE if module is None else module
 
 
 def _branches(trace: Trace, sites_of: Iterable[str]) -> dict[str, Branch]:

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
-from nantrace.render.wording import plural
+from nantrace.render.wording import OUTSIDE, plural, sink_name
 
 MOST_STOPS = 24
-_OUTSIDE = "(outside the modules)"
 _Kind = Literal["birth", "way", "sink"]
 
 
@@ -78,14 +77,13 @@ def _visits(steps: Iterable[Mapping[str, Any]]) -> list[tuple[_Place, list[str]]
 
 def _place(step: Mapping[str, Any]) -> _Place:
     if "sink" in step:
-        sink, name = str(step["sink"]), str(step["name"])
-        return None, name if sink in ("loss", "returned", "state") else f"{sink} {name}"
+        return None, sink_name(step)
     module = step.get("module")
     if module is not None and step.get("role") not in ("grad", "param", "buffer", "state"):
         return str(module), ""
     slot, role = step.get("slot"), step.get("role")
     if slot is None:
-        return None, str(step.get("tensor") or _OUTSIDE)
+        return None, str(step.get("tensor") or OUTSIDE)
     inner = f"{module}.{slot}" if module and role in ("param", "buffer") else str(slot)
     return None, inner if role in (None, "loss", "state", "input") else f"{role} {inner}"
 
@@ -137,10 +135,11 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _with_parents(module: str) -> list[str]:
-    parts = module.split(".")
+    """The module, the three next to it that hold it, and the model."""
     if not module or module.startswith("<"):
         return [module]
-    return ["", *(".".join(parts[:end]) for end in range(max(len(parts) - 3, 1), len(parts) + 1))]
+    model, *held = _ups(module)
+    return [model, *held[-4:]]
 
 
 def _lane(place: _Place) -> Lane:
