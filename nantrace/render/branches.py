@@ -14,13 +14,8 @@ _HEAD = (
 )
 
 
-def tree_html(tree: Tree, opened: int = 1) -> str:
-    """The branches as nested `details`.
-
-    Args:
-        tree: of any size.
-        opened: how many levels are open even where nothing failed.
-    """
+def tree_html(tree: Tree) -> str:
+    """The branches of a tree of any size as nested `details`; the outermost are open even where nothing failed."""
     parts: list[str] = []
     # A stack instead of recursion: names may nest deeper than Python calls may.
     waiting: list[tuple[Branch, int] | str] = [(branch, 0) for branch in reversed(tree.branches)]
@@ -30,7 +25,7 @@ def tree_html(tree: Tree, opened: int = 1) -> str:
             parts.append(next_one)
             continue
         branch, depth = next_one
-        parts.append(_open(branch, depth < opened))
+        parts.append(_open(branch, depth == 0))
         more = f"<p class=quiet>{plural(branch.hidden, 'module')} more, not shown.</p>"
         waiting.append(f"{more if branch.hidden else ''}</details>\n")
         waiting.extend((child, depth + 1) for child in reversed(branch.inside))

@@ -16,7 +16,6 @@ from nantrace.events import Trace
 from nantrace.render import sections
 from nantrace.render.branches import tree_html
 from nantrace.render.figures.tree import tree
-from nantrace.render.overview import facts_of_trace
 from nantrace.render.sections import section
 from nantrace.render.svg.marks import escaped
 from nantrace.render.wording import plural
@@ -81,8 +80,7 @@ def trace_cell(trace: Trace) -> str:
 
     Judges nothing, so that showing a long trace costs little.
     """
-    facts = "".join(f"<dt>{escaped(label)}<dd>{escaped(value, 200)}" for label, value in facts_of_trace(trace))
-    return _cell(f"<dl>{facts}</dl>{_small_tree(trace, None) if len(trace) else ''}")
+    return _cell(sections.facts_html(trace, 200) + (_small_tree(trace, None) if len(trace) else ""))
 
 
 def _cell(content: str) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.steps import numbers_of
@@ -107,6 +108,12 @@ def decisions(trace: Trace) -> list[str]:
             kind = str(said.get("kind", "")).replace("_", " ")
             found.append(f"Step {step.get('step')}, {kind}" + (f": {str(reason).rstrip('.')}." if reason else "."))
     return found[-_DECISIONS:]
+
+
+def observations(trace: Trace) -> list[str]:
+    """What stands out over the steps, each with what it proves and leaves open; of one step the verdict has said it."""
+    found = symptoms(trace) if has_table(trace) else ()
+    return [" ".join((each.sentence, *each.evidence, each.proves, each.leaves_open)) for each in found]
 
 
 def _number(value: Any) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from nantrace.events import Trace
+from nantrace.narrowing import nonfinite_rows
 from nantrace.render.cells import harmless, table, wrap
 from nantrace.steps import told
 
 _SHOWN = 20  # steps
-LEDGER_HEAD = ("step", "events", "loss", "lr", "scale", "update")
+_LEDGER_HEAD = ("step", "events", "loss", "lr", "scale", "update")
 
 
 def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
@@ -32,7 +33,7 @@ def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
 
 def facts_of_trace(trace: Trace) -> list[tuple[str, str]]:
     """What the trace covers and what it was made with: (label, value)."""
-    bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
+    bad = nonfinite_rows(trace.events)
     facts = [
         ("trace", trace.path or "in memory"),
         ("state", _state(trace)),
@@ -57,14 +58,14 @@ def _state(trace: Trace) -> str:
 
 def _steps(trace: Trace, width: int, ascii_only: bool) -> list[str]:
     shown = trace.steps[:_SHOWN]
-    rows = [[harmless(cell, ascii_only) for cell in ledger_cells(step)] for step in shown]
-    lines = table([list(LEDGER_HEAD), *rows], [True, True, True, True, True, False], width, [3], ascii_only)
+    rows = [[harmless(cell, ascii_only) for cell in _ledger_cells(step)] for step in shown]
+    lines = table([list(_LEDGER_HEAD), *rows], [True, True, True, True, True, False], width, [3], ascii_only)
     hidden = len(trace.steps) - len(shown)
     return lines + ([f"and {hidden:,} more"] if hidden else [])
 
 
-def ledger_cells(step: Mapping[str, Any]) -> list[str]:
-    """One step of the ledger, a cell for each word of `LEDGER_HEAD`."""
+def _ledger_cells(step: Mapping[str, Any]) -> list[str]:
+    """One step of the ledger, a cell for each word of `_LEDGER_HEAD`."""
     skipped, committed = step.get("skipped") or 0, step.get("committed")
     update = (
         "skipped"

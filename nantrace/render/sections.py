@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nantrace.diagnosis.recipe import recipe
-from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render import ledger
@@ -101,8 +100,7 @@ def ledger_html(trace: Trace, verdict: Verdict) -> str:
 
 def observations_html(trace: Trace) -> str:
     """What stands out over the steps, each with what it proves and what it leaves open."""
-    found = symptoms(trace) if ledger.has_table(trace) else ()
-    return _list(" ".join((each.sentence, *each.evidence, each.proves, each.leaves_open)) for each in found)
+    return _list(ledger.observations(trace))
 
 
 def recipe_html(trace: Trace) -> str:
@@ -112,10 +110,15 @@ def recipe_html(trace: Trace) -> str:
 
 def environment_html(trace: Trace) -> str:
     """What the trace was made with, and what it does not cover."""
-    facts = "".join(f"<dt>{escaped(label)}<dd>{escaped(value, 600)}" for label, value in facts_of_trace(trace))
     notes = notes_of(trace)
     unseen = f"<h3>Not observed</h3>{_list(notes)}" if notes else ""
-    return f"<dl>{facts}</dl>{unseen}"
+    return f"{facts_html(trace, 600)}{unseen}"
+
+
+def facts_html(trace: Trace, longest: int) -> str:
+    """What the trace covers and was made with; a value wider than `longest` columns is cut in the middle."""
+    facts = "".join(f"<dt>{escaped(label)}<dd>{escaped(value, longest)}" for label, value in facts_of_trace(trace))
+    return f"<dl>{facts}</dl>"
 
 
 def _list(sentences: Iterable[str], ordered: bool = False) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from nantrace.diagnosis.ranks import other_rank_command
 from nantrace.diagnosis.recipe import recipe
-from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
 from nantrace.render import ledger
@@ -165,13 +164,13 @@ def _recipe(page: _Page, trace: Trace) -> None:
 
 
 def _observations(page: _Page, trace: Trace) -> None:
-    """What stands out over the steps; of one step the verdict has said it."""
-    found = symptoms(trace) if ledger.has_table(trace) else ()
+    """What stands out over the steps."""
+    found = ledger.observations(trace)
     if found:
         page.gap()
         page.words(["OVER THE STEPS"], style="1")
-    for each in found:
-        page.paragraph(" ".join((each.sentence, *each.evidence, each.proves, each.leaves_open)), indent=4, first="  - ")
+    for sentence in found:
+        page.paragraph(sentence, indent=4, first="  - ")
 
 
 def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:

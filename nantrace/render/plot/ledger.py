@@ -62,26 +62,23 @@ def _scale_of_axis(ax: Axes, shown: Ledger) -> None:
         ax.set_yticks([])
 
 
-def _at_edge(ax: Axes, steps: npt.NDArray[np.int64], height: float, marker: str, label: str) -> None:
+def _at_edge(ax: Axes, steps: npt.NDArray[np.int64], height: float, marker: str, label: str, colour: str = BAD) -> None:
     if len(steps):
         style: dict[str, Any] = {"linestyle": "none", "clip_on": False, "transform": ax.get_xaxis_transform()}
-        ax.plot(steps, np.full(len(steps), height), marker=marker, color=BAD, label=label, **style)
+        ax.plot(steps, np.full(len(steps), height), marker=marker, color=colour, label=label, **style)
 
 
 def _updates(ax: Axes, shown: Ledger) -> None:
     """A strip along the lower edge; a joined point can be in several rows of it."""
     if not shown.attempted.any():
         return
-    style: dict[str, Any] = {"linestyle": "none", "clip_on": False, "transform": ax.get_xaxis_transform()}
     rows = (
         (shown.committed > 0, "|", GREY, "update committed", _UPDATES),
         (shown.skipped > 0, "X", BAD, "update skipped", _UPDATES + 0.05),
         (shown.attempted == 0, ".", "black", "no update attempted", _UPDATES),
     )
     for chosen, marker, colour, label, height in rows:
-        if chosen.any():
-            steps = shown.steps[chosen]
-            ax.plot(steps, np.full(len(steps), height), marker=marker, color=colour, label=label, **style)
+        _at_edge(ax, shown.steps[chosen], height, marker, label, colour)
 
 
 def _whole_steps(ax: Axes, shown: Ledger) -> None:

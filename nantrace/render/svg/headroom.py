@@ -9,7 +9,7 @@ import numpy as np
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.figures.headroom import Headroom, headroom_map
-from nantrace.render.svg.marks import RIGHT, TOP, WIDTH, box, mark, picture, words
+from nantrace.render.svg.marks import RIGHT, TOP, WIDTH, box, mark, picture, steps_below, words
 
 _NAMES = 250  # width of the column of names
 _ROW = 16
@@ -74,12 +74,8 @@ def _opacity(level: int) -> str:
 
 def _steps(shown: Headroom, bottom: float) -> list[str]:
     width = _width(shown)
-    places = sorted({round(place) for place in np.linspace(0, len(shown.steps) - 1, min(len(shown.steps), 10))})
-    parts = [
-        words(_NAMES + (place + 0.5) * width, bottom + 15, str(shown.steps[place][0]), "small", "middle")
-        for place in places
-    ]
-    return [*parts, words((_NAMES + WIDTH - RIGHT) / 2, bottom + 32, "step", "small", "middle")]
+    x = [_NAMES + (column + 0.5) * width for column in range(len(shown.steps))]
+    return steps_below([first for first, _ in shown.steps], x, (_NAMES + WIDTH - RIGHT) / 2, bottom)
 
 
 def _legend(shown: Headroom) -> str:

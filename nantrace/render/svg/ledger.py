@@ -9,7 +9,20 @@ import numpy as np
 from nantrace.events import Trace
 from nantrace.render.figures.ledger import Ledger, ledger
 from nantrace.render.figures.numbers import Floats
-from nantrace.render.svg.marks import LEFT, RIGHT, TOP, WIDTH, LogAxis, curve, legend, mark, picture, vertical, words
+from nantrace.render.svg.marks import (
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    LogAxis,
+    curve,
+    legend,
+    mark,
+    picture,
+    steps_below,
+    vertical,
+    words,
+)
 
 _PLOT = 200  # height
 _AXIS = 84  # width of the right axis, if there is a scale
@@ -31,7 +44,7 @@ def ledger_svg(trace: Trace) -> tuple[str, str]:
     parts += _points(shown, x, axis)
     parts += _scale(shown, x, right, bottom) if scaled else []
     parts += _updates(shown, x, bottom)
-    parts += [_legend(shown, scaled), *_steps(shown, x, bottom)]
+    parts += [_legend(shown, scaled), *steps_below(shown.steps.tolist(), x.tolist(), (x[0] + x[-1]) / 2, bottom)]
     told = f"Loss, gradient, scale and updates of {len(shown.steps)} points of steps"
     return picture(parts, bottom + 40, told), _note(shown)
 
@@ -82,12 +95,6 @@ def _updates(shown: Ledger, x: Floats, bottom: float) -> list[str]:
         else:
             parts.append(mark("dot", x[place], bottom - 8, "stroke", f"step {step}: no update attempted"))
     return parts
-
-
-def _steps(shown: Ledger, x: Floats, bottom: float) -> list[str]:
-    places = sorted({round(place) for place in np.linspace(0, len(x) - 1, min(len(x), 10))})
-    parts = [words(x[place], bottom + 15, str(shown.steps[place]), "small", "middle") for place in places]
-    return [*parts, words((x[0] + x[-1]) / 2, bottom + 32, "step", "small", "middle")]
 
 
 def _legend(shown: Ledger, scaled: bool) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from nantrace.render.cells import harmless, shorten
 
@@ -85,6 +87,13 @@ def picture(parts: Iterable[str], height: float, told: str) -> str:
     """The whole picture; `told` is what a reader who cannot see it is told."""
     size = f'viewBox="0 0 {WIDTH} {number(height)}" width="{WIDTH}" height="{number(height)}"'
     return f'<svg {size} role="img" aria-label="{escaped(told)}">{"".join(parts)}</svg>'
+
+
+def steps_below(steps: Sequence[int], x: Sequence[float], middle: float, bottom: float) -> list[str]:
+    """Up to ten of the steps under their places `x`, and the name of the axis under its middle."""
+    places = sorted({round(place) for place in np.linspace(0, len(x) - 1, min(len(x), 10))})
+    parts = [words(x[place], bottom + 15, str(steps[place]), "small", "middle") for place in places]
+    return [*parts, words(middle, bottom + 32, "step", "small", "middle")]
 
 
 class LogAxis:
