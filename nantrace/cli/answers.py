@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nantrace.cli.console import FAULT, colour, knows_unicode, say, width, writing
+from nantrace.cli.console import FAULT, colour, knows_unicode, note, say, width, writing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nantrace.diagnosis.verdict import Verdict
     from nantrace.events import Trace
+
+
+class Found(Protocol):
+    """What a command found."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 def print_out(content: str) -> None:
@@ -29,6 +37,21 @@ def verdict_text(trace: Trace | None, verdict: Verdict) -> str:
     return text(trace, verdict, width=width(), colour=colour(), ascii=not knows_unicode())
 
 
-def finish(verdict: Verdict, exit_code: bool) -> None:
-    if exit_code and verdict.status == "fault":
+def show(found: Found, text: Callable[..., str], as_json: bool) -> None:
+    """What was found as strict JSON, or as its `text` for this terminal."""
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_out(text(found, width=width(), ascii=not knows_unicode()))
+
+
+def say_next(command: str | None, as_json: bool) -> None:
+    """The command to type next, if there is one; beside JSON on stderr."""
+    if command is not None:
+        (note if as_json else print_out)(f"Next: {command}")
+
+
+def finish(failed: bool, exit_code: bool) -> None:
+    """Ends the command with the code of a fault, if one was asked for."""
+    if exit_code and failed:
         sys.exit(FAULT)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nantrace.cli.answers import finish, print_json, print_out, verdict_text
+from nantrace.cli.answers import finish, print_json, print_out, say_next, verdict_text
 from nantrace.cli.console import Progress, fail, note, sentences
 from nantrace.cli.targets import Again, leaving, load_step
 from nantrace.errors import ReplayError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _More = dict[str, tuple[dict[str, Any], str]]
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--capture", type=click.Path(), help="Replay from a captured step.")
@@ -88,7 +88,7 @@ def bisect(
             fail(
                 f"the step raised {watched.short} before anything harmful was nonfinite: mend that, then bisect again."
             )
-        finish(verdict, exit_code)
+        finish(verdict.status == "fault", exit_code)
 
 
 def _plan(step: Step, again: Again) -> None:
@@ -148,13 +148,10 @@ def _show_more(verdict: Verdict, more: _More, as_json: bool, command: str | None
 
         found = {**Report(verdict).to_dict(), **{name: value for name, (value, _) in more.items()}}
         print_json(found)
-        if command is not None:
-            note(f"Next: {command}")
-        return
-    for _, sentence in more.values():
-        print_out(f"\n{sentence}")
-    if command is not None:
-        print_out(f"Next: {command}")
+    else:
+        for _, sentence in more.values():
+            print_out(f"\n{sentence}")
+    say_next(command, as_json)
 
 
 def _next_command(verdict: Verdict, again: Again, output: str | None, more: _More, most: int, depth: str) -> str | None:

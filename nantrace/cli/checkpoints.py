@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
-from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import FAULT, UnderWay, fail, knows_unicode, sentences, width
+from nantrace.cli.answers import finish, show
+from nantrace.cli.console import UnderWay, fail, sentences
 
 
 @click.command()
@@ -27,12 +25,8 @@ def checkpoint(files: tuple[str, ...], as_json: bool, exit_code: bool) -> None:
 
         with work:
             found = check_checkpoint(*files, progress=work.tell)
-        if as_json:
-            print_json(found.to_dict())
-        else:
-            print_out(text(found, width=width(), ascii=not knows_unicode()))
+        show(found, text, as_json)
         unreadable = sum(file.error is not None for file in found.files)
         if unreadable:  # what was printed says why
             fail(f"{unreadable:,} of {plural(len(found.files), 'file')} could not be read.")
-        if exit_code and any(file.status == "fails" for file in found.files):
-            sys.exit(FAULT)
+        finish(any(file.status == "fails" for file in found.files), exit_code)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
-from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import FAULT, UnderWay, knows_unicode, note, sentences, width
+from nantrace.cli.answers import finish, say_next, show
+from nantrace.cli.console import UnderWay, sentences
 
 
 @click.command()
@@ -33,12 +31,6 @@ def diff(a: str, b: str, rtol: float | None, atol: float | None, as_json: bool, 
                 found = compare(*traces, rtol=rtol, atol=atol, progress=work.tell)
             except ValueError as error:  # NaN, which click takes for a number of 0 or more
                 raise click.UsageError(str(error)) from None
-        command = next_command(found)
-        if as_json:
-            print_json(found.to_dict())
-        else:
-            print_out(text(found, width=width(), ascii=not knows_unicode()))
-        if command is not None:
-            (note if as_json else print_out)(f"Next: {command}")
-        if exit_code and not found.same:
-            sys.exit(FAULT)
+        show(found, text, as_json)
+        say_next(next_command(found), as_json)
+        finish(not found.same, exit_code)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
-from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import FAULT, Progress, knows_unicode, note, sentences, width
+from nantrace.cli.answers import finish, say_next, show
+from nantrace.cli.console import Progress, sentences
 from nantrace.cli.targets import Again, leaving, load_step
 
 
@@ -63,14 +62,10 @@ def matrix(
                 max_replays=max_replays,
                 progress=progress,
             )
-        if as_json:
-            print_json(found.to_dict())
-        else:
-            print_out(text(found, width=width(), ascii=not knows_unicode()))
-        if found.base.outcome != "finite":
-            (note if as_json else print_out)(f"Next: {Again(target, arguments, capture).command()}")
-        if exit_code and found.base.outcome == "nonfinite" and found.base.status != "contained":
-            sys.exit(FAULT)
+        show(found, text, as_json)
+        again = Again(target, arguments, capture).command()
+        say_next(again if found.base.outcome != "finite" else None, as_json)
+        finish(found.base.outcome == "nonfinite" and found.base.status != "contained", exit_code)
 
 
 def _other_batch(target: str, arguments: tuple[str, ...]) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
-from nantrace.cli.answers import print_json, print_out
-from nantrace.cli.console import FAULT, UnderWay, knows_unicode, note, sentences, width
+from nantrace.cli.answers import finish, say_next, show
+from nantrace.cli.console import UnderWay, sentences
 
 _PERCENT = click.FloatRange(0)
 
@@ -51,12 +50,6 @@ def gate(trace: str, reference: str | None, as_json: bool, exit_code: bool, **th
                 found = judge(run, reference=beside, **thresholds)
             except ValueError as error:  # NaN, which click takes for a number in range, or no such rule
                 raise click.UsageError(str(error)) from None
-        if as_json:
-            print_json(found.to_dict())
-        else:
-            print_out(text(found, width=width(), ascii=not knows_unicode()))
-        command = next_command(found)
-        if command is not None:
-            (note if as_json else print_out)(f"Next: {command}")
-        if exit_code and not found.passed:
-            sys.exit(FAULT)
+        show(found, text, as_json)
+        say_next(next_command(found), as_json)
+        finish(not found.passed, exit_code)

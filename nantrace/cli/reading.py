@@ -39,7 +39,7 @@ def report(trace: str, output: str | None, as_json: bool, exit_code: bool) -> No
             print_json(made.to_dict())
         else:
             print_out(verdict_text(made.trace, made.verdict))
-        finish(made.verdict, exit_code)
+        finish(made.verdict.status == "fault", exit_code)
 
 
 @click.command()
