@@ -7,16 +7,14 @@ appended to `benchmarks/results/page.csv`.
 from __future__ import annotations
 
 import csv
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import nantrace
+from benchmarks.longrun import cold
 from nantrace.events import Trace
 from nantrace.store.writer import TraceWriter
 from tests.render.drawn import wide
@@ -36,15 +34,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 def measure(trace: Path, page: Path) -> tuple[float, float]:
     """Seconds and peak resident memory in MB of one run."""
-    begin = time.perf_counter()
-    running = subprocess.Popen(
-        [sys.executable, "-m", "nantrace.cli", "report", str(trace), "-o", str(page)], stderr=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(running.pid, 0)
-    seconds = time.perf_counter() - begin
-    running.returncode = os.waitstatus_to_exitcode(status)
-    assert running.returncode == 0
-    return seconds, usage.ru_maxrss / 1024
+    return cold([sys.executable, "-m", "nantrace.cli", "report", str(trace), "-o", str(page)])
 
 
 def main() -> None:
