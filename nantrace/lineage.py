@@ -119,6 +119,11 @@ class Hyperparameter:
     time: int
     writers: tuple[int, ...] = ()
 
+    @property
+    def place(self) -> str:
+        """What a verdict calls it: "AdamW.param_groups[0].betas[1]"."""
+        return f"{self.optimizer}.param_groups[{self.group}].{self.name}"
+
 
 @dataclass
 class Lineage:

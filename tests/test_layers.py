@@ -144,6 +144,12 @@ def test_judging_and_rendering_load_no_torch_and_no_h5py() -> None:
     assert loaded & {"torch", "h5py", "triton", "click"} == set()
 
 
+def test_the_words_of_a_report_load_no_cause_of_an_op() -> None:
+    loaded = loaded_by("import nantrace.diagnosis.diagnose, nantrace.render.report")
+    causes = {name.rpartition(".")[2] for name in loaded if name.startswith("nantrace.diagnosis.causes.")}
+    assert causes == {"dtypes", "reading", "roles", "wording"}
+
+
 def test_importing_has_no_side_effect_on_the_interpreter() -> None:
     code = """
 import sys, warnings, signal, threading

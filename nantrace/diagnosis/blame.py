@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nantrace.diagnosis import harmless
-from nantrace.diagnosis.causes import explain
+from nantrace.diagnosis.causes.explain import explain
 from nantrace.diagnosis.causes.hyperparameters import of_silencing, silencing
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
@@ -218,8 +218,7 @@ class _Case:
     def _silenced(self, setting: Hyperparameter) -> Finding:
         """Damage without a nonfinite value anywhere that training keeps: no parameter moves."""
         why = of_silencing(setting)
-        name = f"{setting.optimizer}.param_groups[{setting.group}].{setting.name}"
-        origin = Origin(step=setting.iteration - 1, phase="optimizer", tensor=name, kind="inf")
+        origin = Origin(step=setting.iteration - 1, phase="optimizer", tensor=setting.place, kind="inf")
         evidence = (*why.evidence, *self.lineage.notes)
         return Finding(Verdict("fault", "optimizer", why.cause, origin, evidence, why.advice))
 

@@ -28,8 +28,7 @@ def as_read(lineage: Lineage, event: OpEvent) -> OpEvent:
     where = event.where or (reader.where if reader is not None else None)
     settings = settings_made_of(lineage).get(event.id)
     if settings:
-        name = f"{settings[0].optimizer}.param_groups[{settings[0].group}].{settings[0].name}"
-        return dataclasses.replace(event, tensor=event.tensor or name, where=where)
+        return dataclasses.replace(event, tensor=event.tensor or settings[0].place, where=where)
     updated = max((time for time in lineage.step_times if time <= event.time), default=None)
     begun = updated is None or any(updated < time <= event.time for time in lineage.round_times)
     follows = any(time > event.time for time in lineage.round_times)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nantrace.diagnosis.causes import Explanation, explain
+from nantrace.diagnosis.causes.explain import explain
+from nantrace.diagnosis.causes.table import Explanation
 from nantrace.lineage import Lineage, Operand, OpEvent
 
 

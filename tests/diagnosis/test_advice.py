@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nantrace.diagnosis.causes import Explanation, explain
+from nantrace.diagnosis.causes.explain import explain
+from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import counts, described
 from nantrace.lineage import Lineage, Operand, OpEvent, Sink
 from tests.diagnosis.flows import Flow

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nantrace.diagnosis.causes import CAUSES, Explanation, explain, limits
-from nantrace.diagnosis.causes.explain import OPS
+from nantrace.diagnosis.causes.dtypes import limits
+from nantrace.diagnosis.causes.explain import OPS, explain
 from nantrace.diagnosis.causes.gradients import NODES
+from nantrace.diagnosis.causes.table import CAUSES, Explanation
 from nantrace.diagnosis.causes.wording import figure
 from nantrace.lineage import Lineage, Operand, OpEvent, Sink
 

@@ -204,7 +204,7 @@ def test_adam_in_half_divides_by_an_eps_that_is_zero(foreach: bool) -> None:
     optimizer = torch.optim.Adam([parameter], foreach=foreach)
     (event, _), *_ = births(optimizer.step)
     event.phase = "optimizer"
-    from nantrace.diagnosis.causes import explain
+    from nantrace.diagnosis.causes.explain import explain
     from nantrace.lineage import Lineage
 
     found = explain(Lineage(events=[event]), event)

@@ -3,11 +3,3 @@
 Judges one event of a `Lineage` by the numbers recorded with it. Knows no torch, and never guesses: where the numbers
 are missing or do not fit, the cause is "unknown" and the evidence says what is not known.
 """
-
-from __future__ import annotations
-
-from nantrace.diagnosis.causes.dtypes import limits
-from nantrace.diagnosis.causes.explain import explain
-from nantrace.diagnosis.causes.table import CAUSES, Explanation
-
-__all__ = ["CAUSES", "Explanation", "explain", "limits"]
