@@ -199,6 +199,11 @@ class Raised:
     message: str = ""
     step: int | None = None
 
+    @property
+    def said(self) -> str:
+        """The type with its message, as the last line of a traceback has them."""
+        return f"{self.error}: {self.message}" if self.message else self.error
+
 
 @dataclass(frozen=True)
 class Trace:

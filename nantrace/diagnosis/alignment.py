@@ -45,7 +45,7 @@ def align(a: Trace, b: Trace) -> Alignment:
     steps = _single_steps(a, b)
     names = _numbers([*map(_name, a.sites), *map(_name, b.sites)])
     parts = [
-        [_of_sites(trace, sites), _step(trace, steps is not None), _calls(trace, sites)]
+        [_of_sites(trace, sites), _step(trace, steps is not None), _calls(trace)]
         for trace, sites in ((a, names[: len(a.sites)]), (b, names[len(a.sites) :]))
     ]
     split = len(a)
@@ -96,7 +96,7 @@ def _step(trace: Trace, one: bool) -> Rows:
     return np.zeros(len(trace), np.int64) if one else trace.events["step"].astype(np.int64)
 
 
-def _calls(trace: Trace, names: Rows) -> Rows:
+def _calls(trace: Trace) -> Rows:
     """The call of each row, counted within its step among the calls of its module that began in the same phase.
 
     Numbers of calls in the trace will not do: a module that one side did not record shifts all that follow. By the

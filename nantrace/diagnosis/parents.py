@@ -223,7 +223,8 @@ def _alive(seen: Seen, scope: tuple[int, int | None], calls: Callable[[], list[C
     kept = np.zeros(len(alive), dtype=bool)
     for holds, passed in ((seen.nan, handed.passed_nan), (seen.infinite, handed.passed_infinite)):
         (stand_in,) = np.nonzero(passed[alive])
-        kept[stand_in[-1] if stand_in.size else 0 :] |= holds[outputs[stand_in[-1] if stand_in.size else 0 :]]
+        since = stand_in[-1] if stand_in.size else 0
+        kept[since:] |= holds[outputs[since:]]
     return [int(r) for r in outputs[kept].tolist()]
 
 

@@ -47,10 +47,9 @@ def _reaches_the_end(trace: Trace, steps: tuple[int, ...]) -> bool:
 
 
 def _ended_by(raised: Raised) -> str:
-    said = f"{raised.error}: {raised.message}" if raised.message else raised.error
     if raised.step is None:
-        return f"The block ended with {said}, between two steps."
-    return f"The block ended with {said}, in step {raised.step}; what would have come after it was not seen."
+        return f"The block ended with {raised.said}, between two steps."
+    return f"The block ended with {raised.said}, in step {raised.step}; what would have come after it was not seen."
 
 
 def _not_closed(trace: Trace) -> str:

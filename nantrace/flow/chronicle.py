@@ -126,10 +126,8 @@ class Chronicle:
         if born:
             event.operands = operands(call, index, self._externals)
             event.scalars = scalars(call)
-        self._lineage.events.append(event)
         self.memory.blame(plane, found, event.id)
-        if self._on_event is not None:
-            self._on_event(event)
+        self._keep(event)
 
     def _hand_out(self, call: Call, place: Context, plane: Tensor, outputs: int) -> None:
         """Memory that nobody has written: no event, unless somebody reads its elements as they are."""
@@ -157,10 +155,13 @@ class Chronicle:
         event = self._unwritten.event(number)
         if not event.id:
             event.id = len(self._lineage.events) + 1
-            self._lineage.events.append(event)
-            if self._on_event is not None:
-                self._on_event(event)
+            self._keep(event)
         return event.id
+
+    def _keep(self, event: OpEvent) -> None:
+        self._lineage.events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _external(self, plane: Tensor, found: Masks) -> int:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""

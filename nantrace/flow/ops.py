@@ -28,9 +28,9 @@ _OVERWRITING = frozenset(
 _ADOPTING = frozenset(("aten::set_", "aten::from_file"))
 #: Ops through which the host reads a value off the device.
 _HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"))
-#: Namespaces whose schemas can be trusted to announce every write.
 #: Namespaces whose ops hand memory to other processes, which write into it until somebody waits for them.
 _COLLECTIVE = ("c10d::", "c10d_functional::", "_c10d_functional")
+#: Namespaces whose schemas can be trusted to announce every write.
 _ANNOUNCING = ("aten::", "prims::", "quantized::", "_c10d_functional::")
 
 
