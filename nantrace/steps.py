@@ -10,7 +10,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +166,17 @@ def by_number(steps: Iterable[Step], wanted: Iterable[int]) -> dict[int, Step]:
         if number in numbers:
             found.setdefault(number, step)
     return found
+
+
+def is_nonfinite(value: Any) -> TypeGuard[float]:
+    """Whether a value of the ledger was recorded as a NaN or an infinity."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def rates(step: Step) -> Sequence[Any]:
+    """The learning rates of a step, by group; one None where none was recorded."""
+    found = step.get("lr")
+    return found if isinstance(found, (list, tuple)) else (found,)
 
 
 def _candidates(steps: Iterable[Step], numbers: frozenset[int]) -> Iterable[Step]:

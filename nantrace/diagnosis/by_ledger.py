@@ -13,7 +13,7 @@ from typing import Any
 from nantrace.diagnosis.standstill import stands_still, standstill
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
-from nantrace.steps import told
+from nantrace.steps import is_nonfinite, told
 
 _ALONE = "Only the ledger was kept: of tensors it holds the loss and the norms of the gradients, nothing else."
 _UNSAMPLED = (
@@ -57,7 +57,7 @@ def _of(steps: Iterable[Mapping[str, Any]], stuck: Sequence[int]) -> Verdict | N
     for step in steps:
         for name in ("loss", "gradient_norm"):
             value = step.get(name)
-            if not isinstance(value, float) or math.isfinite(value):
+            if not is_nonfinite(value):
                 continue
             stands = step.get("step") in stuck
             harmless = bool(step.get("skipped")) and not step.get("committed") and not stands

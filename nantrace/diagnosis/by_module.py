@@ -81,7 +81,7 @@ def _sinks(seen: Seen, step: int) -> list[int]:
     if seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER, Phase.POST_BACKWARD]).size:
         # What backward accumulated counts as what the optimizer, or the end of the step, found of it.
         kept = kept[(seen.role[kept] != Role.GRAD) | (seen.phase[kept] != Phase.BACKWARD)]
-    if not _has_backward(seen) and not suspects.checked(seen):
+    if not seen.has_backward and not seen.checked:
         outermost = [call for call in seen.calls(step).values() if call.parent is None]
         kept = np.array([row for call in outermost for row in call.outputs if seen.bad[row]], dtype=np.int64)
     return sorted((int(row) for row in kept), key=lambda row: (_first_bad(seen, row), row))
@@ -94,10 +94,6 @@ def _first_bad(seen: Seen, sink: int) -> int:
         return sink
     mine = rows[(seen.step[rows] == seen.step[sink]) & seen.bad[rows]]
     return int(mine[0])
-
-
-def _has_backward(seen: Seen) -> bool:
-    return bool(np.isin(seen.role, [int(Role.LOSS), int(Role.GRAD), int(Role.GRAD_OUTPUT)]).any())
 
 
 def _excused(seen: Seen, sink: int) -> bool:
@@ -227,7 +223,7 @@ def _absorbed_state(seen: Seen) -> Verdict | None:
 def _unread_state(seen: Seen) -> Verdict | None:
     """State that holds NaN or +inf, in a trace in which no module was called and no gradient arrived."""
     row = next((int(r) for r in np.flatnonzero(seen.bad & ~seen.mark) if is_external(seen, int(r))), None)
-    if row is None or seen.role[row] == Role.INPUT or seen.call.any() or _has_backward(seen):
+    if row is None or seen.role[row] == Role.INPUT or seen.call.any() or seen.has_backward:
         return None
     origin = _origin(seen, (row, NAN if seen.nan[row] else INF))
     said = evidence.unread(seen, row)
@@ -290,7 +286,7 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
     row = blame.root[0]
     origin = _origin(seen, blame.root)
     cause = evidence.cause(seen, row, blame.stage)
-    said = evidence.sentences(seen, blame.status, row, blame.stage, blame.sink, cause)
+    said = evidence.sentences(seen, blame.status, row, blame.sink, cause)
     if blame.why:
         said = (said[0], blame.why, *said[1:])
     path = _path(seen, row, blame.sink)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from nantrace.diagnosis.seen import LARGEST, Call, Seen
 from nantrace.diagnosis.usual import left_its_usual_range
 from nantrace.diagnosis.verdict import Stage, Status
 from nantrace.events import Phase, Role, TensorStats
+from nantrace.steps import is_nonfinite, rates
 
 BAD_STATE = {Role.PARAM: "bad_param", Role.BUFFER: "bad_buffer", Role.STATE: "bad_moment"}
 
@@ -80,14 +80,10 @@ def cause(seen: Seen, row: int, stage: Stage | None) -> str | None:
 
 def nonfinite_rates(seen: Seen, row: int) -> list[float]:
     """The learning rates of the row's step that are infinite or NaN, as the ledger holds them."""
-    rates = seen.ledger.get(int(seen.step[row]), {}).get("lr")
-    listed = rates if isinstance(rates, (list, tuple)) else [rates]
-    return [rate for rate in listed if isinstance(rate, float) and not math.isfinite(rate)]
+    return [rate for rate in rates(seen.ledger.get(int(seen.step[row]), {})) if is_nonfinite(rate)]
 
 
-def sentences(
-    seen: Seen, status: Status, row: int, stage: Stage | None, sink: int | None, cause: str | None
-) -> tuple[str, ...]:
+def sentences(seen: Seen, status: Status, row: int, sink: int | None, cause: str | None) -> tuple[str, ...]:
     """What happened, what was seen before it, how it came about, what it reached, what was not seen."""
     said = [_what(seen, row, cause), _earlier(seen, row)]
     if not is_external(seen, row):
@@ -123,9 +119,9 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
     if role is Role.GRAD:
         return _gradient_reason(seen, row)
     if seen.phase[row] == Phase.UPDATE:
-        rates = nonfinite_rates(seen, row) if cause == "nonfinite_learning_rate" else []
-        if rates:
-            return f"The learning rate of the step was {rates[0]}; {seen.name(row)} is nonfinite after the update."
+        bad = nonfinite_rates(seen, row) if cause == "nonfinite_learning_rate" else []
+        if bad:
+            return f"The learning rate of the step was {bad[0]}; {seen.name(row)} is nonfinite after the update."
         return f"{seen.name(row)} is nonfinite after the update, while its gradient and its value before were finite."
     if call is None:
         if seen.phase[row] == Phase.BACKWARD:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.diagnosis.gate_window import Row, Thresholds, Window, is_nonfinite, is_number, number
+from nantrace.diagnosis.gate_window import Row, Thresholds, Window, is_number, number
 from nantrace.events import Phase, Role, Site, Trace
+from nantrace.narrowing import nonfinite_rows
+from nantrace.steps import is_nonfinite
 
 Rows = npt.NDArray[np.int64]
 
@@ -134,8 +136,7 @@ class Values:
 
     @cached_property
     def _nonfinite(self) -> npt.NDArray[np.bool_]:
-        events = self.trace.events
-        return np.asarray((events["nan"] != 0) | (events["posinf"] != 0) | (events["neginf"] != 0))
+        return nonfinite_rows(self.trace.events)
 
     def _bad(self, wanted: Callable[[Site], bool], steps: list[int] | tuple[int, ...]) -> Rows:
         """Nonfinite rows of these sites in these steps, the first of each site in each step."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,10 +148,6 @@ def lost(row: Row) -> int:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _without_ledger(trace: Trace, thresholds: Thresholds, where: str) -> Window:

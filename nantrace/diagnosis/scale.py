@@ -14,6 +14,7 @@ from typing import Any
 
 from nantrace.diagnosis.observation import Observation
 from nantrace.events import Trace
+from nantrace.steps import is_nonfinite, rates
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -92,7 +93,7 @@ def _persistent(rows: Rows, run: list[int]) -> Observation:
 
 def _outside_the_scale(rows: Rows) -> Iterator[Observation]:
     """A loss that is nonfinite before it is multiplied with a scale."""
-    bad = [place for place, row in enumerate(rows) if _is_nonfinite(row.get("loss"))]
+    bad = [place for place, row in enumerate(rows) if is_nonfinite(row.get("loss"))]
     if not bad:
         return
     first = rows[bad[0]]
@@ -144,15 +145,15 @@ def _onset(rows: Rows) -> Iterator[Observation]:
     skip = next((place for place in range(start, len(rows)) if rows[place].get("skipped")), None)
     if skip is None:
         return
-    rates = [_rate(row) for row in rows[: skip + 1]]
+    highest = [_rate(row) for row in rows[: skip + 1]]
     for place in range(max(1, skip - _SOON), skip + 1):
-        before, now = rates[place - 1], rates[place]
+        before, now = highest[place - 1], highest[place]
         if before and now and now >= _RISE * before:
             yield _onset_at(rows, skip, "onset_at_rise", f"rose from {before:.4g} to {now:.4g} at step ", place)
             return
-    rises = _warmup_ends(rates, skip)
+    rises = _warmup_ends(highest, skip)
     if rises is not None:
-        yield _onset_at(rows, skip, "onset_at_end_of_warmup", f"ended its rise at {rates[rises]:.4g} in step ", rises)
+        yield _onset_at(rows, skip, "onset_at_end_of_warmup", f"ended its rise at {highest[rises]:.4g} in step ", rises)
 
 
 def _onset_at(rows: Rows, skip: int, kind: str, what: str, place: int) -> Observation:
@@ -167,13 +168,13 @@ def _onset_at(rows: Rows, skip: int, kind: str, what: str, place: int) -> Observ
     )
 
 
-def _warmup_ends(rates: list[float | None], skip: int) -> int | None:
+def _warmup_ends(highest: list[float | None], skip: int) -> int | None:
     """The place where the learning rate is highest after a steady rise, if the skip follows soon."""
     for place in range(max(_WARMUP, skip - _SOON), skip + 1):
-        rise = rates[place - _WARMUP : place + 1]
+        rise = highest[place - _WARMUP : place + 1]
         steady = all(a is not None and b is not None and b > a for a, b in pairwise(rise))
-        after = rates[place + 1 : skip + 1]
-        if steady and after and all(rate is not None and rate <= (rates[place] or 0) for rate in after):
+        after = highest[place + 1 : skip + 1]
+        if steady and after and all(rate is not None and rate <= (highest[place] or 0) for rate in after):
             return place
     return None
 
@@ -216,10 +217,6 @@ def _end(rows: Rows, run: Sequence[int]) -> float:
 
 
 def _rate(row: Mapping[str, Any]) -> float | None:
-    rate = row.get("lr")
-    parts = rate if isinstance(rate, (list, tuple)) else [rate]
-    return max((float(part) for part in parts if isinstance(part, (int, float)) and math.isfinite(part)), default=None)
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    """The highest finite learning rate of a step."""
+    finite = (float(rate) for rate in rates(row) if isinstance(rate, (int, float)) and math.isfinite(rate))
+    return max(finite, default=None)

@@ -144,6 +144,21 @@ class Seen:
         return by_number(self.trace.steps, np.unique(self.step).tolist())
 
     @cached_property
+    def has_backward(self) -> bool:
+        """Whether a loss or a gradient was seen in any step."""
+        return bool(np.isin(self.role, [int(Role.LOSS), int(Role.GRAD), int(Role.GRAD_OUTPUT)]).any())
+
+    @cached_property
+    def checked(self) -> bool:
+        """Whether a training step without backward was left out by a check in the loop, and nothing broke it off.
+
+        Without an optimizer it may be inference, whose output is what it is for; an exception is no check.
+        """
+        if self.trace.raised is not None:
+            return False
+        return bool(self.trace.meta.get("optimizers")) or any(step.get("attempted_total") for step in self.trace.steps)
+
+    @cached_property
     def classes(self) -> dict[str, str]:
         return {entry.fqn: entry.cls for entry in self.trace.modules}
 

@@ -7,7 +7,6 @@ beside those of the others. Pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from nantrace.diagnosis.observation import Observation
 from nantrace.events import Trace
+from nantrace.steps import is_nonfinite, rates, told
 
 Table = npt.NDArray[np.float64]
 
@@ -59,7 +59,7 @@ def stalled(trace: Trace, *, gradient: float = GRADIENT, update: float = UPDATE)
 
 def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Iterator[Observation]:
     gradients = np.nan_to_num(window.gradient, nan=np.inf)
-    told = ~np.isnan(window.update).all(axis=0)
+    measured = ~np.isnan(window.update).all(axis=0)
     is_zero = (window.size == 0).all(axis=0)
     unheld: npt.NDArray[np.bool_] = np.array([name in window.not_held for name in window.names], dtype=bool)
     missing = np.asarray(np.isnan(window.gradient).all(axis=0))
@@ -67,7 +67,7 @@ def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Ite
     rounding = _is_rounding(window)
     tiny = (gradients <= gradient).all(axis=0) & ~zero & ~is_zero
     small = tiny & ~(rounding & _beside_others(window.names, rounding | zero | missing))
-    rest = ~(missing | zero | tiny | is_zero | unheld | rounding) & told
+    rest = ~(missing | zero | tiny | is_zero | unheld | rounding) & measured
     moved = (np.nan_to_num(window.update) > 0).any(axis=0)
     unmoved = rest & ~moved
     slow = rest & moved & (np.nan_to_num(window.update) <= update).all(axis=0)
@@ -154,23 +154,23 @@ def _told(
 def _window(trace: Trace) -> _Window | None:
     names: tuple[str, ...] = ()
     rows: list[tuple[int, Mapping[str, Any]]] = []
-    for row in trace.steps:
-        told = row.get("weights")
-        if not isinstance(told, Mapping):
+    for row in told(trace.steps):
+        weights = row.get("weights")
+        if not isinstance(weights, Mapping):
             continue
-        if "names" in told and tuple(told["names"]) != names:
-            names, rows = tuple(told["names"]), []
+        if "names" in weights and tuple(weights["names"]) != names:
+            names, rows = tuple(weights["names"]), []
         if row.get("committed") and not row.get("skipped") and _has_rate(row) and _is_finite(row):
-            rows.append((int(row["step"]), told))
+            rows.append((int(row["step"]), weights))
     if len(rows) < _FEWEST or not names:
         return None
     return _Window(
         names,
         tuple(step for step, _ in rows),
-        np.array([_numbers(told["gradient"], len(names)) for _, told in rows]),
-        np.array([_numbers(told["update"], len(names)) for _, told in rows]),
-        np.array([_numbers(told.get("size", ()), len(names)) for _, told in rows]),
-        frozenset.intersection(*(frozenset(told.get("not_held", ())) for _, told in rows)),
+        np.array([_numbers(weights["gradient"], len(names)) for _, weights in rows]),
+        np.array([_numbers(weights["update"], len(names)) for _, weights in rows]),
+        np.array([_numbers(weights.get("size", ()), len(names)) for _, weights in rows]),
+        frozenset.intersection(*(frozenset(weights.get("not_held", ())) for _, weights in rows)),
     )
 
 
@@ -182,11 +182,9 @@ def _numbers(values: Sequence[Any], length: int) -> list[float]:
 def _is_finite(row: Mapping[str, Any]) -> bool:
     """Whether no gradient of a step was nonfinite: such a step says nothing of weights that stand still."""
     norms = (row.get("gradient_norm"), *row["weights"]["gradient"])
-    return not any(isinstance(norm, float) and not math.isfinite(norm) for norm in norms)
+    return not any(map(is_nonfinite, norms))
 
 
 def _has_rate(row: Mapping[str, Any]) -> bool:
     """A learning rate of zero, as in the first step of a warm-up, moves nothing and means nothing."""
-    rate = row.get("lr")
-    rates = rate if isinstance(rate, (list, tuple)) else [rate]
-    return rate is None or any(value != 0 for value in rates)
+    return row.get("lr") is None or any(rate != 0 for rate in rates(row))

@@ -6,10 +6,11 @@ changes nothing where the loss was nonfinite before it was scaled.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from nantrace.steps import is_nonfinite
 
 
 def standstill(ledger: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -30,8 +31,7 @@ def standstill(ledger: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
 
 def is_stuck(entry: Mapping[str, Any]) -> bool:
     """Whether every update of a step was skipped, and its loss, without the scale, was nonfinite."""
-    loss = entry.get("loss")
-    bad = isinstance(loss, float) and not math.isfinite(loss)
+    bad = is_nonfinite(entry.get("loss"))
     return bool(bad and entry.get("skipped") and not entry.get("committed") and "step" in entry)
 
 

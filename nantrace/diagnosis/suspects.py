@@ -118,15 +118,6 @@ def takes_labels(seen: Seen, row: int) -> bool:
     return bool(np.any(seen.trace.events["min"][given[given < row]] == _IGNORED_LABEL))
 
 
-def checked(seen: Seen) -> bool:
-    """Whether a training step without backward was left out by a check in the loop, and nothing broke it off.
-
-    Without an optimizer it may be inference, whose output is what it is for; an exception is no check.
-    """
-    known = seen.trace.meta.get("optimizers") or any(entry.get("attempted_total") for entry in seen.trace.steps)
-    return bool(known) and seen.trace.raised is None
-
-
 def updates_before(seen: Seen) -> bool:
     """Whether updates were made under observation before the first step that the trace holds: one step of many."""
     if not int(seen.step[0]):  # what an optimizer did before it was watched does not count

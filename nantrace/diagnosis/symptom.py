@@ -18,7 +18,8 @@ from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
 from nantrace.events import Trace
-from nantrace.steps import by_number
+from nantrace.narrowing import nonfinite_rows
+from nantrace.steps import by_number, is_nonfinite, told
 
 _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count
 _BEYOND = 3.0  # spreads above the upper decile
@@ -48,14 +49,13 @@ def _raised(trace: Trace) -> Iterator[Observation]:
     raised = trace.raised
     if raised is None:
         return
-    said = f"{raised.error}: {raised.message}" if raised.message else raised.error
     broken_off = () if raised.step is None else (raised.step,)
     rows = by_number(trace.steps, broken_off).values()
     bad = not _bad_steps(trace).isdisjoint(broken_off) or any(map(_is_bad, rows))
     yield Observation(
         "raised",
         broken_off,
-        f"The block was ended by {said}.",
+        f"The block was ended by {raised.said}.",
         ("A nonfinite value had been seen in that step.",) if bad else ("No nonfinite value had been seen in it.",),
         "It proves that some code, perhaps a check or a logger, stopped there.",
         "It does not prove that a tensor was nonfinite, nor that the code which raised is where it began.",
@@ -63,10 +63,11 @@ def _raised(trace: Trace) -> Iterator[Observation]:
 
 
 def _nonfinite(trace: Trace) -> Iterator[Observation]:
-    bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in trace.steps if _is_bad(row) and "step" in row})
+    rows = [row for row in trace.steps if "step" in row and _is_bad(row)]
+    bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in rows})
     if not bad:
         return
-    losses = [int(row["step"]) for row in trace.steps if _is_nonfinite(row.get("loss"))]
+    losses = [int(row["step"]) for row in rows if is_nonfinite(row.get("loss"))]
     evidence = (f"The loss was nonfinite in {numbered(losses)}.",) if losses else ("No loss was nonfinite.",)
     yield Observation(
         "nonfinite",
@@ -79,7 +80,7 @@ def _nonfinite(trace: Trace) -> Iterator[Observation]:
 
 
 def _bad_batches(trace: Trace) -> Iterator[Observation]:
-    for row in trace.steps:
+    for row in told(trace.steps):
         found = row.get("batch_check") or ()
         if found:
             batch = "" if row.get("batch_id") is None else f" (batch {row['batch_id']})"
@@ -100,10 +101,13 @@ def _finding(found: Mapping[str, Any]) -> str:
 
 
 def _skips(trace: Trace) -> Iterator[Observation]:
-    rows = [row for row in trace.steps if row.get("skipped")]
+    rows, attempted = [], 0
+    for row in trace.steps:
+        attempted += int(row.get("attempted") or 0)
+        if row.get("skipped"):
+            rows.append(row)
     if not rows:
         return
-    attempted = sum(int(row.get("attempted") or 0) for row in trace.steps)
     skipped = sum(int(row["skipped"]) for row in rows)
     names = list(dict.fromkeys(str(name) for row in rows for name in row.get("skipped_by") or ()))
     by = (f"Nonfinite gradients: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}.",) if names else ()
@@ -156,13 +160,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _bad_steps(trace: Trace) -> set[int]:
-    bad = trace.events["nan"] + trace.events["posinf"] + trace.events["neginf"] > 0
-    return {int(step) for step in np.unique(trace.events["step"][bad])}
+    return {int(step) for step in np.unique(trace.events["step"][nonfinite_rows(trace.events)])}
 
 
 def _is_bad(row: Mapping[str, Any]) -> bool:
-    return _is_nonfinite(row.get("loss")) or _is_nonfinite(row.get("gradient_norm"))
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return is_nonfinite(row.get("loss")) or is_nonfinite(row.get("gradient_norm"))
