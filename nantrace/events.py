@@ -132,6 +132,11 @@ EVENT = np.dtype(
 )
 
 
+def nonfinite_rows(events: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which rows hold a NaN or an infinity."""
+    return np.asarray((events["nan"] != 0) | (events["posinf"] != 0) | (events["neginf"] != 0))
+
+
 @dataclass(frozen=True)
 class TensorStats:
     """Statistics of one tensor; extended columns are None when they were not measured.

@@ -13,15 +13,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.events import Narrowed, Phase, Trace
+from nantrace.events import Narrowed, Phase, Trace, nonfinite_rows
 from nantrace.steps import numbers_of
 
 _SHOWN = 5  # names that an error suggests
-
-
-def nonfinite_rows(events: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Which rows hold a NaN or an infinity."""
-    return np.asarray((events["nan"] != 0) | (events["posinf"] != 0) | (events["neginf"] != 0))
 
 
 def by_module(trace: Trace, patterns: Sequence[str]) -> Trace:

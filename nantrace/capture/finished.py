@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.capture.sample import is_nonfinite
-from nantrace.events import EVENT, Raised, Site
+from nantrace.events import EVENT, Raised, Site, nonfinite_rows
 from nantrace.lineage import Lineage
 from nantrace.steps import STEP, packed, steps_from
 
@@ -189,5 +189,5 @@ def _kept_back(rows: npt.NDArray[np.void], step: Mapping[str, Any]) -> Mapping[s
 
 
 def _nonfinite(rows: npt.NDArray[np.void]) -> dict[str, int]:
-    count = int(np.count_nonzero((rows["nan"] != 0) | (rows["posinf"] != 0) | (rows["neginf"] != 0)))
+    count = int(np.count_nonzero(nonfinite_rows(rows)))
     return {"nonfinite": count} if count else {}

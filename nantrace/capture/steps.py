@@ -28,7 +28,7 @@ from nantrace.capture.quiet import Quiet
 from nantrace.capture.sample import Sample
 from nantrace.capture.scaling import scale_of, tensors_given
 from nantrace.capture.state import StateRecorder
-from nantrace.events import EVENT, Phase, Role
+from nantrace.events import EVENT, Phase, Role, nonfinite_rows
 
 Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
 
@@ -207,7 +207,7 @@ class StepRecorder(StepListener):
         """Look into the batch of a step that failed: of the first few only, which may wait for the device."""
         if self._batch is None or not self._batch_checks:
             return
-        if (rows["nan"] + rows["posinf"] + rows["neginf"]).any() or step.skipped() or not is_finite(step.root):
+        if nonfinite_rows(rows).any() or step.skipped() or not is_finite(step.root):
             self._batch_checks -= 1
             dtypes = {site.dtype for site in self._buffer.sites if site.role is Role.OUTPUT}
             halves = [dtype for dtype in (torch.float16, torch.bfloat16) if str(dtype).removeprefix("torch.") in dtypes]

@@ -35,7 +35,7 @@ from nantrace.capture.steps import StepRecorder
 from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path
 from nantrace.capture.targets import refuse_taken, refuse_written_twice
 from nantrace.capture.telling import OnNonfinite, Telling
-from nantrace.events import Raised, Site, Trace
+from nantrace.events import Raised, Site, Trace, nonfinite_rows
 from nantrace.lineage import Lineage
 
 
@@ -370,7 +370,7 @@ class Tracer:
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
         told = (self._stats == "none" or ledger.get("detailed") is False) and is_nonfinite(ledger)
-        if not told and not (rows["nan"] + rows["posinf"] + rows["neginf"]).any():
+        if not told and not nonfinite_rows(rows).any():
             return None
         if self._peeked is not None and self._peeked[0] == len(rows):
             return self._peeked[1]

@@ -20,8 +20,7 @@ from nantrace.diagnosis.alignment import Alignment, Rows, align
 from nantrace.diagnosis.difference_scale import Unscaled, without_scale
 from nantrace.diagnosis.seen import Seen
 from nantrace.diagnosis.verdict import plain
-from nantrace.events import Columns, Site, TensorStats, Trace
-from nantrace.narrowing import nonfinite_rows
+from nantrace.events import Columns, Site, TensorStats, Trace, nonfinite_rows
 
 _KEPT = 100  # differences of each kind that are kept whole; the others are counted
 _BLOCK = 65_536  # pairs compared at once

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis.gate_window import Row, Thresholds, Window, is_number, number
-from nantrace.events import Phase, Role, Site, Trace
-from nantrace.narrowing import nonfinite_rows
+from nantrace.events import Phase, Role, Site, Trace, nonfinite_rows
 from nantrace.steps import is_nonfinite
 
 Rows = npt.NDArray[np.int64]

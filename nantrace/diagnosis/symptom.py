@@ -17,8 +17,7 @@ import numpy as np
 from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
-from nantrace.events import Trace
-from nantrace.narrowing import nonfinite_rows
+from nantrace.events import Trace, nonfinite_rows
 from nantrace.steps import by_number, is_nonfinite, told
 
 _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from nantrace.events import Trace
-from nantrace.narrowing import nonfinite_rows
+from nantrace.events import Trace, nonfinite_rows
 from nantrace.render.cells import harmless, table, wrap
 from nantrace.steps import told
 

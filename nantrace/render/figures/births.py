@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import Trace
-from nantrace.render.figures.numbers import nonfinite
+from nantrace.events import Trace, nonfinite_rows
 from nantrace.render.wording import rows_of_path
 
 
@@ -33,7 +32,7 @@ def _row(trace: Trace, origin: Origin) -> int | None:
         )
     if not named:
         return None
-    rows = np.flatnonzero(np.isin(trace.events["site"], named) & nonfinite(trace.events))
+    rows = np.flatnonzero(np.isin(trace.events["site"], named) & nonfinite_rows(trace.events))
     return int(rows[0]) if rows.size else None
 
 

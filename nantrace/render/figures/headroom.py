@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Trace
+from nantrace.events import Trace, nonfinite_rows
 from nantrace.render.figures.births import births
-from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, headroom, nonfinite, steps_of
+from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, headroom, steps_of
 from nantrace.render.wording import OUTSIDE, plural
 
 MOST_MODULES, MOST_STEPS = 40, 120
@@ -55,7 +55,7 @@ def headroom_map(trace: Trace, verdict: Verdict | None = None) -> Headroom:
         events = trace.events[rows]
         cells = (group_of_site[events["site"]], np.searchsorted(firsts, events["step"], "right") - 1)
         np.fmin.at(bits, cells, headroom(trace, rows))
-        np.logical_or.at(bad, cells, nonfinite(events))
+        np.logical_or.at(bad, cells, nonfinite_rows(events))
     events = trace.events[births(trace, verdict)] if len(trace) else trace.events
     columns = np.searchsorted(firsts, events["step"], "right") - 1
     born = zip(group_of_site[events["site"]].tolist(), columns.tolist(), strict=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from nantrace.events import Phase, Role, Trace
-from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, largest, nonfinite, steps_of
+from nantrace.events import Phase, Role, Trace, nonfinite_rows
+from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, largest, steps_of
 from nantrace.render.wording import plural
 
 MOST_POINTS = 400
@@ -125,5 +125,5 @@ def _gradients(trace: Trace, steps: Rows) -> tuple[Floats, Flags]:
         place = np.searchsorted(steps, events["step"])
         known = steps[np.minimum(place, len(steps) - 1)] == events["step"]
         np.fmax.at(size, place[known], largest(events[known]))
-        np.logical_or.at(bad, place[known], nonfinite(events[known]))
+        np.logical_or.at(bad, place[known], nonfinite_rows(events[known]))
     return size, bad

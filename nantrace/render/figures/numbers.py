@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis.seen import LARGEST
-from nantrace.events import Columns, Trace
-from nantrace.narrowing import nonfinite_rows
+from nantrace.events import Columns, Trace, nonfinite_rows
 
 #: Smallest normal magnitude of the floating dtypes that training uses.
 SMALLEST_NORMAL = {
@@ -31,15 +30,10 @@ Rows = npt.NDArray[np.int64]
 CHUNK = 1 << 20  # rows taken at a time, which bounds the memory of a long trace
 
 
-def nonfinite(events: npt.NDArray[np.void]) -> Flags:
-    """Which rows hold a nonfinite element."""
-    return nonfinite_rows(events)
-
-
 def first_nonfinite(trace: Trace) -> int | None:
     """The first row that holds a nonfinite element; rows after its chunk are not read."""
     for start in range(0, len(trace), CHUNK):
-        bad = np.flatnonzero(nonfinite(trace.events[start : start + CHUNK]))
+        bad = np.flatnonzero(nonfinite_rows(trace.events[start : start + CHUNK]))
         if bad.size:
             return start + int(bad[0])
     return None

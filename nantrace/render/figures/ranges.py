@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from nantrace.diagnosis.seen import LARGEST
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Phase, Role, Trace
+from nantrace.events import Phase, Role, Trace, nonfinite_rows
 from nantrace.render.figures.births import births
 from nantrace.render.figures.numbers import (
     SMALLEST_NORMAL,
@@ -19,7 +19,6 @@ from nantrace.render.figures.numbers import (
     bounds,
     first_nonfinite,
     largest,
-    nonfinite,
     smallest,
     steps_of,
 )
@@ -109,7 +108,7 @@ def ranges(trace: Trace, verdict: Verdict | None = None, step: int | None = None
     rows = bounds(trace, number) if number is not None else slice(0, 0)
     events = trace.events[rows]
     side, starts = _starts(trace, events)
-    bad = nonfinite(events)
+    bad = nonfinite_rows(events)
     high, low = largest(events), smallest(events)
     born = np.zeros(len(events), dtype=bool)
     born[[row - rows.start for row in marked if rows.start <= row < rows.stop]] = True

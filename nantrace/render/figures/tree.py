@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Role, Trace
+from nantrace.events import Role, Trace, nonfinite_rows
 from nantrace.render.figures.births import births
-from nantrace.render.figures.numbers import CHUNK, first_nonfinite, headroom, nonfinite
+from nantrace.render.figures.numbers import CHUNK, first_nonfinite, headroom
 from nantrace.render.wording import OUTSIDE, plural
 
 MOST_LINES, MOST_MODULES = 4000, 2500
@@ -139,7 +139,7 @@ def _sums(trace: Trace, culprits: Sequence[int]) -> _Sums:
         part = trace.events[rows]
         site = part["site"].astype(np.int64)
         events += np.bincount(site, minlength=count)
-        bad += np.bincount(site[nonfinite(part)], minlength=count)
+        bad += np.bincount(site[nonfinite_rows(part)], minlength=count)
         for total, column in ((nan, part["nan"]), (inf, part["posinf"] + part["neginf"])):
             some = np.flatnonzero(column)
             np.add.at(total, site[some], column[some].astype(np.int64))
