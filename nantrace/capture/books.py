@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nantrace.capture.ledger import Clip, OpenStep, detached, number
+from nantrace.capture.lifecycle import parameters_of
 from nantrace.capture.norms import norms_of, total
 from nantrace.capture.raised import without_folders
 from nantrace.capture.updates import Registry, Updates
@@ -100,7 +101,7 @@ class Books:
         if step.weights is None and not step.updated and is_sampled(step.number):
             step.weights = WeightSample(parameters())
         if step.weights is not None:
-            step.weights.hold(parameter for group in optimizer.param_groups for parameter in group["params"])
+            step.weights.hold(parameters_of(optimizer))
 
     def after_update(self, step: OpenStep) -> None:
         if step.weights is not None:

@@ -8,14 +8,14 @@ by hand, and the autocast state in which a loss was computed that is not one of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from nantrace.capture.lifecycle import StepListener
+from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.scaling import Gradients, scale_of, tensors_given
 from nantrace.capture.tail import HALF, Factor, factors_before, may_be_scaled, reaches, sequence_number, tail_of, word
@@ -177,7 +177,7 @@ class Conduct(StepListener):
         if self._inside is None:
             self._heard.call("unscale_")
         if self._scaling and _all_heard(scaler) and self._concerns(optimizer):
-            never = self._gradients.unscaled(_parameters(optimizer))
+            never = self._gradients.unscaled(parameters_of(optimizer))
             if never and not self._was_read:
                 self._heard.never_scaled[type(optimizer).__name__] = never
 
@@ -210,7 +210,7 @@ class Conduct(StepListener):
     ) -> None:
         with Quiet():
             self._count(optimizer, tuple(found.clone() for found in found_inf))
-        self._gradients.spent(_parameters(optimizer))
+        self._gradients.spent(parameters_of(optimizer))
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._inside is not None:
@@ -221,11 +221,11 @@ class Conduct(StepListener):
         self._note_groups(optimizer, False)
         self._count(optimizer, ())
         if self._scaling:
-            scaled = self._gradients.still_scaled(_parameters(optimizer))
+            scaled = self._gradients.still_scaled(parameters_of(optimizer))
             own = type(optimizer).__module__.startswith("torch.optim") and not hasattr(optimizer, "grad_scale")
             if scaled and own:  # another's may unscale what it is given
                 self._heard.bypassed[type(optimizer).__name__] = scaled
-            self._gradients.spent(_parameters(optimizer))
+            self._gradients.spent(parameters_of(optimizer))
 
     def scaler_updated(self, scaler: torch.amp.GradScaler) -> None:
         self._heard.call("update")
@@ -327,8 +327,3 @@ def _all_heard(scaler: torch.amp.GradScaler) -> bool:
         if cls not in (torch.amp.GradScaler, object)
         for name in _SCALER_METHODS
     )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nantrace.capture.lifecycle import StepListener
+from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.flow.externals import Externals
 from nantrace.flow.links import fqn
 from nantrace.flow.rounds import Rounds
@@ -86,7 +86,7 @@ class Sinks(StepListener):
             self._see(optimizer)
             self._before[id(optimizer)] = self._norm(optimizer)
             if self._freeze:
-                self._frozen[id(optimizer)] = [p.detach().clone() for p in _parameters(optimizer)]
+                self._frozen[id(optimizer)] = [p.detach().clone() for p in parameters_of(optimizer)]
             if not _skips(optimizer):
                 self._look_at_settings(optimizer)
                 self._look_at_gradients(optimizer, pending=False)
@@ -100,7 +100,7 @@ class Sinks(StepListener):
             after = self._norm(optimizer)
             before = self._before.pop(id(optimizer), after)
             self._lineage.growth.append((rounds.iteration, before, after, self._recorder.time))
-            for parameter, kept in zip(_parameters(optimizer), self._frozen.pop(id(optimizer), ()), strict=False):
+            for parameter, kept in zip(parameters_of(optimizer), self._frozen.pop(id(optimizer), ()), strict=False):
                 parameter.detach().copy_(kept)
             if _skips(optimizer):
                 return
@@ -235,12 +235,12 @@ class Sinks(StepListener):
                     self._lineage.hyperparameters.append(found)
 
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 self._look("grad", self._externals.parameter_name(parameter), parameter.grad, pending)
 
     def _look_at_update(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             name = self._externals.parameter_name(parameter)
             self._look("param", name, parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -258,7 +258,7 @@ class Sinks(StepListener):
     def _norm(self, optimizer: torch.optim.Optimizer) -> float:
         """Largest 2-norm among the optimizer's parameters; in float64 where its own dtype cannot hold it."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             for plane in planes(parameter):
                 plane = readable(plane)
                 by_dtype.setdefault(plane.dtype, []).append(plane)
@@ -282,11 +282,6 @@ def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float | Tensor]]:
         for index, item in enumerate(value if several else (value,)):
             if isinstance(item, float) or (isinstance(item, Tensor) and item.is_floating_point()):
                 yield f"{name}[{index}]" if several else name, item
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:

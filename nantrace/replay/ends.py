@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nantrace.capture.lifecycle import StepListener
+from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.flow.links import fqn
 from nantrace.flow.values import Scanner, masks, planes, tensors_in, unseen, unwrapped
 from nantrace.replay.surroundings import random_state
@@ -139,13 +139,13 @@ class EndsListener(StepListener):
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         with unseen():
-            for parameter in _parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
                     self._look_at_gradient(self._name(parameter), parameter.grad)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         with unseen():
-            for parameter in _parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 name = self._name(parameter)
                 self._look("parameter", name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -281,8 +281,3 @@ def _digest_of(state: Any) -> str:
     if isinstance(state, torch.Tensor):
         return digest([state])
     return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nantrace.capture.lifecycle import StepListener
+from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.flow.values import unseen
 
 
@@ -104,7 +104,7 @@ class Observed(StepListener):
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(type(optimizer).__name__)
         with unseen():
-            self._look(p for group in optimizer.param_groups for p in group["params"])
+            self._look(parameters_of(optimizer))
 
     def _look(self, parameters: Iterable[torch.Tensor]) -> None:
         """The first look counts: before an update clears or clips them."""
