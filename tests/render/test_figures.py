@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import Phase, Role
+from nantrace.events import Phase, Role, nonfinite_rows
 from nantrace.render.figures import numbers
 from nantrace.render.figures.births import births
 from nantrace.render.figures.headroom import MOST_MODULES, MOST_STEPS, grouped, headroom_map
@@ -83,7 +83,7 @@ def test_the_first_nonfinite_row_is_found_in_whichever_chunk_it_lies(
     monkeypatch.setattr(numbers, "CHUNK", chunk)
     trace = overflow()
     assert trace.events["nan"].any() or trace.events["posinf"].any()
-    assert numbers.first_nonfinite(trace) == int(np.flatnonzero(numbers.nonfinite(trace.events))[0]) > 3
+    assert numbers.first_nonfinite(trace) == int(np.flatnonzero(nonfinite_rows(trace.events))[0]) > 3
     assert numbers.first_nonfinite(clean()) is None
     assert ranges(trace).step == 2  # without a verdict, that of the first nonfinite event
     assert ranges(clean()).step == clean().events["step"][-1]
