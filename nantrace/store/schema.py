@@ -1,7 +1,7 @@
 """The trace file, format 1.1: what it holds, byte for byte, and what a reader may rely on.
 
 MUST, MAY and MUST NOT are meant literally. The tables are plain HDF5 datasets: `h5py`, `h5dump` and viewers show
-them.
+them. `h5dump -d /sites step.h5` prints one; `-r` shows the bytes of `/ledger` and `/lineage` as the text that they are.
 
     import h5py, pandas
     with h5py.File("step.h5", "r", locking=False) as file:
@@ -55,12 +55,13 @@ list of integers.
 **`/modules`**, a compound: one row a module, parents before children. `fqn` and `cls` refer to `/names`; `aliases`
 refers to a JSON list of texts, or is None for an empty one.
 
-**`/names`**, fixed-length ASCII strings of 96 bytes, padded with NUL. A reference is the row where a text begins. A
-row whose 96 bytes are all used is continued in the next row, so that a text of exactly 96 bytes is followed by an
-empty row. A text is joined first and then unescaped: printable ASCII other than the backslash stands for itself; the
-rest is `\\\\` for a backslash, `\\t`, `\\n`, `\\r`, `\\xhh`, `\\uhhhh` or `\\Uhhhhhhhh` for one code point (Python's
-`unicode_escape`). Every Python text survives this: NUL, line ends, "/", lone surrogates, any length. Names are never
-used as HDF5 links.
+**`/names`**, fixed-length ASCII strings of 96 bytes, padded with NUL. A writer SHOULD declare them null-terminated,
+as viewers print every NUL of a null-padded string; a row of 96 bytes then has no terminator, and HDF5 reads it as it
+is. A reader MUST take both. A reference is the row where a text begins. A row whose 96 bytes are all used is continued
+in the next row, so that a text of exactly 96 bytes is followed by an empty row. A text is joined first and then
+unescaped: printable ASCII other than the backslash stands for itself; the rest is `\\\\` for a backslash, `\\t`,
+`\\n`, `\\r`, `\\xhh`, `\\uhhhh` or `\\Uhhhhhhhh` for one code point (Python's `unicode_escape`). Every Python
+text survives this: NUL, line ends, "/", lone surrogates, any length. Names are never used as HDF5 links.
 
 **`/steps`**, a compound `nantrace.steps.STEP`: one row a step, every step, in order, numbers only. A float is NaN
 where it was not recorded as one number; `marks` tells that from a loss (2) or a norm (4) that was NaN, and is 1 for a

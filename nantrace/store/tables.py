@@ -51,8 +51,7 @@ class Table:
         plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         space = h5py.h5s.create_simple((self.capacity,), (h5py.h5s.UNLIMITED,))
-        file_type = h5py.h5t.py_create(row, logical=True)  # logical: enums keep their labels
-        id = h5py.h5d.create(file.id, self.name.encode(), file_type, space, plist)
+        id = h5py.h5d.create(file.id, self.name.encode(), type_in_file(row), space, plist)
         h5py.Dataset(id).attrs["version"] = np.int64(TABLE_VERSION)
         return id
 
@@ -80,6 +79,18 @@ class Table:
             begin = (self.rows - 1) // self.chunk * self.chunk
             self._id.write_direct_chunk((begin,), self._tail.tobytes())
             self._pending = False
+
+
+def type_in_file(row: np.dtype[Any]) -> Any:
+    """The HDF5 type of a row: enums keep their labels, and viewers end a text at its first NUL.
+
+    h5py's own type of a text counts each NUL behind it as one of its characters, and h5dump prints them all. The bytes
+    in the file are the same.
+    """
+    found = h5py.h5t.py_create(row, logical=True)
+    if row.kind == "S":
+        found.set_strpad(h5py.h5t.STR_NULLTERM)
+    return found
 
 
 class Tables:

@@ -34,7 +34,7 @@ from nantrace.store.schema import (
     escape,
     split_name,
 )
-from nantrace.store.tables import WRITING, Tables
+from nantrace.store.tables import WRITING, Tables, type_in_file
 
 _LONGEST_FIXED = 60_000  # bytes; HDF5 takes attributes of up to 64 KiB
 _RAISED = 1024  # bytes that are kept free for the exception that ends the block
@@ -174,7 +174,7 @@ class TraceWriter:
         if self._idle():
             return
         said = {"error": raised.error, "message": raised.message, "step": raised.step}
-        text = next((t for t in (to_json(said), to_json({**said, "message": ""})) if len(t) + 5 <= _RAISED), "")
+        text = next((t for t in (to_json(said), to_json({**said, "message": ""})) if len(t) + 5 < _RAISED), "")
         self._guard(lambda: self._file["meta"].attrs.modify("raised", _fixed(f"json:{text}" if text else "", _RAISED)))
 
     def flush(self) -> None:
@@ -290,7 +290,7 @@ def _lay_out(place: str, path: str, attributes: Mapping[str, Any]) -> h5py.File:
     try:
         meta = file.create_group("meta")
         for name, value in attributes.items():
-            meta.attrs[name] = value
+            meta.attrs.create(name, value, dtype=_type_in_file(value))
         Tables(file)
         file.flush()
     except Exception as error:
@@ -344,6 +344,12 @@ def _attribute(value: Any) -> Any:
 def _fixed(text: str, width: int = 1) -> Any:
     """A text for an attribute, of fixed length where HDF5 has room for it; one of variable length lies in a heap."""
     return np.array(text, f"S{max(width, len(text))}") if len(text) <= _LONGEST_FIXED else text
+
+
+def _type_in_file(value: Any) -> h5py.Datatype | None:
+    """That of a text with NULs behind it; None leaves the rest to h5py."""
+    padded = isinstance(value, np.ndarray) and len(value.item()) < value.dtype.itemsize
+    return h5py.Datatype(type_in_file(value.dtype)) if padded else None
 
 
 def _line(json: str) -> npt.NDArray[np.uint8]:
