@@ -20,6 +20,7 @@ import torch
 import nantrace
 from nantrace.capture import lifecycle
 from nantrace.capture.sites import plain_name, wrapper_parts
+from nantrace.flow.source import line_of_source
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -42,7 +43,7 @@ class Line:
     number: int
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.code.co_filename)}:{self.number} in {self.code.co_name}"
+        return line_of_source(self.code.co_filename, self.number, self.code.co_name)
 
 
 @dataclass(frozen=True)

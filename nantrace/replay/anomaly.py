@@ -14,6 +14,7 @@ import torch
 
 import nantrace
 from nantrace.capture.surroundings import eager_instead_of_compiled
+from nantrace.flow.source import line_of_source
 from nantrace.replay.ends import Ends, describe
 from nantrace.replay.replays import Replays, called
 
@@ -65,7 +66,7 @@ def _forward_lines(messages: list[str]) -> list[str]:
     frames: list[tuple[str, str, str]] = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     # Outermost first: what lies before the replay is whoever asked for it, the command line or a test runner.
     begins = max((at for at, (file, _, name) in enumerate(frames) if (file, name) == _REPLAYED), default=-1)
-    own = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in frames[begins + 1 :] if _is_own(file)]
+    own = [line_of_source(file, int(line), name) for file, line, name in frames[begins + 1 :] if _is_own(file)]
     return own[::-1][:_FRAMES]
 
 

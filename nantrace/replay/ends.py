@@ -18,6 +18,7 @@ import torch
 
 from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.flow.links import fqn
+from nantrace.flow.source import line_of_source
 from nantrace.flow.values import Scanner, masks, planes, tensors_in, unseen, unwrapped
 from nantrace.replay.surroundings import random_state
 from nantrace.stats.layout import array_of
@@ -231,11 +232,9 @@ def describe(error: Exception) -> str:
     """A step's own exception in a sentence: "KeyError: 'x' at train.py:41 in forward"."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
     message = str(error).strip().split("\n")[0]
-    place = ""
-    if frames:
-        file = frames[-1].filename.rpartition("/")[2]
-        place = f" at {file}:{frames[-1].lineno} in {frames[-1].name}"
-    return f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}"
+    last = frames[-1] if frames else None
+    at = f" at {line_of_source(last.filename, last.lineno or 0, last.name)}" if last else ""
+    return f"{type(error).__name__}: {message}{at}" if message else f"{type(error).__name__}{at}"
 
 
 def _is_library(filename: str) -> bool:
