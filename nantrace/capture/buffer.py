@@ -31,7 +31,8 @@ class Pending:
         self.row: tuple[Any, ...] | None = None
 
 
-Stats: TypeAlias = "tuple[Any, ...] | Pending"
+#: (numel, min, max) of a finite tensor, the statistics in the order of `EVENT` from "numel" on, or where they will be.
+Stats: TypeAlias = "tuple[int, float, float] | tuple[Any, ...] | Pending"
 
 
 class Buffer:
@@ -47,7 +48,7 @@ class Buffer:
         self.rows = Rows()
         self._numbers: dict[Any, int] = {}
         self._tables: dict[torch.device, Any] = {}
-        self._row = host.row
+        self._quick = _no_extremes if full_on_host else host.extremes
         self._full_on_host = full_on_host
         self._full_on_device = full_on_device
 
@@ -61,9 +62,12 @@ class Buffer:
         call: int = 0,
         stats: Stats | None = None,
     ) -> Stats:
-        """Append a row. `stats` saves measuring a tensor whose statistics are known. No mode may be active."""
+        """Append a row. `stats` saves measuring a tensor whose statistics are known.
+
+        Gradient mode must be off and no mode active.
+        """
         if stats is None:
-            stats = self._row(tensor, self._full_on_host) if tensor.is_cpu else self.measure(tensor)
+            stats = self._quick(tensor) or self.measure(tensor)
         try:
             shape = tensor.shape
         except RuntimeError:  # nested tensors in strided layout have none
@@ -74,13 +78,16 @@ class Buffer:
             number = self._numbers[key] = self.add_site(
                 Site(module, phase, role, slot, str(tensor.dtype).removeprefix("torch."), tuple(shape))
             )
-        self.rows.add(number, call, stats)
+        if type(stats) is tuple and len(stats) == 3:
+            self.rows.add_finite(number, call, stats)
+        else:
+            self.rows.add(number, call, stats)
         return stats
 
     def measure(self, tensor: torch.Tensor) -> Stats:
         """Statistics of a tensor: numbers, or where they will be."""
         if tensor.is_cpu or tensor.is_meta:
-            return self._row(tensor, self._full_on_host)
+            return host.measure(tensor, self._full_on_host)[0]
         table = self._tables.get(tensor.device)
         if table is None:
             from nantrace.stats.policy import table_for  # pulls in kernels that a CPU run never needs
@@ -134,6 +141,10 @@ class Buffer:
         """The rows since the last drain as an array of dtype `EVENT`, numbered from 1; fetches what devices hold."""
         fetched = {id(table): table.drain() for table in self._tables.values()}
         return self.rows.drain(step, lambda pending: _resolve(pending, fetched))
+
+
+def _no_extremes(tensor: torch.Tensor) -> None:
+    """Where all columns are wanted, extremes alone do not serve."""
 
 
 def _resolve(pending: Pending, fetched: Mapping[int, list[tuple[Any, ...]]]) -> tuple[Any, ...]:

@@ -20,6 +20,9 @@ from nantrace.capture.quiet import Quiet, undisturbed, unreadable
 from nantrace.capture.walk import tensors_in
 from nantrace.events import Phase, Role
 
+_grad_enabled = torch.is_grad_enabled
+_set_grad = torch._C._set_grad_enabled
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -161,9 +164,14 @@ class CallRecorder:
     def _record(self, fqn: str, phase: Phase, role: Role, call: int, found: list[tuple[str, torch.Tensor]]) -> None:
         if not found:
             return
-        awaits = torch.is_grad_enabled() and not (phase is Phase.RECOMPUTE and _recomputes_for_saved_tensors())
+        with_grad = _grad_enabled()
+        awaits = with_grad and not (phase is Phase.RECOMPUTE and _recomputes_for_saved_tensors())
         if undisturbed():
-            self._record_each(fqn, phase, role, call, found, awaits)
+            _set_grad(False)  # by hand: `Quiet` takes as long as reading a small tensor
+            try:
+                self._record_each(fqn, phase, role, call, found, awaits)
+            finally:
+                _set_grad(with_grad)
         elif unreadable():
             self.unread += len(found)
         else:

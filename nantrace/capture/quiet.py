@@ -46,7 +46,7 @@ _tracing = torch._C._get_tracing_state
 
 
 def undisturbed() -> bool:
-    """Whether a tensor can be read without `Quiet`: statistics on the host turn gradient mode off themselves."""
+    """Whether a tensor can be read without `Quiet`, once gradient mode is off."""
     return not (_function_modes() or _dispatch_modes()) and _transform() is None and _tracing() is None
 
 

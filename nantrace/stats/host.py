@@ -1,8 +1,8 @@
 """Statistics of one tensor, read on the host. Knows every kind of tensor; has no opinion on the numbers.
 
-`row` is what hooks call: its first lines serve a finite tensor in host memory, contiguous or small, in a few
-microseconds and send all else to the careful path. Both hold their own guards: callers need no `no_grad`, and no mode,
-transform or subclass of the user sees the reading.
+`extremes` is what hooks call: it serves a finite tensor in host memory, contiguous or small, in a few microseconds, and
+leaves all else to `measure`, the careful path. `row` is either of them. It and `measure` hold their own guards: callers
+need no `no_grad`, and no mode, transform or subclass of the user sees the reading.
 
 An element that is a pair (complex numbers, float4_e2m1fn_x2) is NaN if either part is, else infinite if either part is;
 zero if both are; subnormal or saturated if either is. Extremes run over the parts of finite elements. Elements that a
@@ -46,27 +46,39 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
     `numel`, and no column. Reads a tensor of another device synchronously.
     """
     # A function mode would see the attributes of the tensor being read, so it is asked for first.
-    if not full and type(tensor) in PLAIN and not _function_modes() and not _dispatch_modes():
+    if not full and not _function_modes() and not _dispatch_modes():
+        if _grad_enabled():  # `out=` refuses a tensor that requires grad
+            _set_grad(False)
+            try:
+                found = extremes(tensor)
+            finally:
+                _set_grad(True)
+        else:
+            found = extremes(tensor)
+        if found is not None:
+            numel, low, high = found
+            return (numel, numel, 0, 0, 0, low, high, NAN, -1, 0, 0, 0, 16)
+    return measure(tensor, full)[0]
+
+
+def extremes(tensor: torch.Tensor) -> tuple[int, float, float] | None:
+    """(numel, min, max) of a finite plain tensor in host memory, contiguous or small; None for any other.
+
+    Gradient mode must be off and no mode active.
+    """
+    if type(tensor) in PLAIN:
         try:
-            pool = _outputs.get(tensor.dtype)
-            numel = tensor.numel()
-            if pool is not None and tensor.is_cpu and (tensor.is_contiguous() or numel <= _SMALL):
+            numel, pool = tensor.numel(), _outputs[tensor.dtype]
+            if (numel <= _SMALL or tensor.is_contiguous()) and tensor.is_cpu:
                 pair, view = pool.pop() if pool else extent_output(tensor.dtype)
-                if _grad_enabled():  # `out=` refuses a tensor that requires grad
-                    _set_grad(False)
-                    try:
-                        _aminmax(tensor, out=pair)
-                    finally:
-                        _set_grad(True)
-                else:
-                    _aminmax(tensor, out=pair)
+                _aminmax(tensor, out=pair)
                 low, high = view.tolist()
                 pool.append((pair, view))
                 if low > -_INF and high < _INF:  # false for NaN
-                    return (numel, numel, 0, 0, 0, low + 0.0, high + 0.0, NAN, -1, 0, 0, 0, 16)
-        except Exception:  # sparse, nested, empty, freed, wrapped: the careful path knows
+                    return numel, low + 0.0, high + 0.0
+        except Exception:  # sparse, nested, empty, freed, wrapped, of a rare dtype: the careful path knows
             pass
-    return measure(tensor, full)[0]
+    return None
 
 
 def extent_output(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:

@@ -141,6 +141,24 @@ def test_a_leaf_input_has_its_gradient_recorded_and_loses_the_hook_at_exit(rows:
     assert len(rows(tracer.trace, role="grad_input", slot="args[0]")) == 1
 
 
+def test_hooks_of_the_user_on_a_tensor_that_is_watched_run_in_their_order_and_stay() -> None:
+    heard: list[str] = []
+    model, body = nn.Identity(), nn.Linear(2, 2)
+    hidden = body(torch.ones(1, 2))
+    hidden.register_hook(lambda gradient: heard.append("before"))
+    with Tracer(model) as tracer:
+        output = model(hidden)
+        kept = output.register_hook(lambda gradient: heard.append("within"))
+        gone = output.register_hook(lambda gradient: heard.append("never"))
+        gone.remove()
+        output.sum().backward(retain_graph=True)
+    assert [role for _, role in _backward_order(tracer.trace)] == ["grad_output", "grad_input"]
+    output.sum().backward()
+    assert heard == ["before", "within", "before", "within"]
+    kept.remove()
+    assert len(output._backward_hooks) == 1
+
+
 def test_hooks_are_inert_after_exit() -> None:
     model = nn.Linear(2, 2)
     with Tracer(model) as tracer:
