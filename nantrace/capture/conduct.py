@@ -8,7 +8,7 @@ by hand, and the autocast state in which a loss was computed that is not one of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class _Count:
 class _Heard:
     """What was heard in the open step."""
 
+    forward: bool = False  # of a module; outside the sample none is heard
     calls: list[str] = field(default_factory=list)
     autocast: dict[torch.dtype, None] = field(default_factory=dict)
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -63,21 +64,26 @@ class Conduct(StepListener):
 
     Args:
         device: type of the device that the model computes on ("cuda").
+        parameters: gives those of the model that require a gradient.
         concerns: whether an optimizer holds a parameter of the traced model.
         failed: told when recording raised.
     """
 
     def __init__(
-        self, device: str, concerns: Callable[[torch.optim.Optimizer], bool], failed: Callable[[Exception], None]
+        self,
+        device: str,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        concerns: Callable[[torch.optim.Optimizer], bool],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._device = device
         self._concerns = concerns
         self._failed = failed
         self._heard = _Heard()
-        self._gradients = Gradients()
+        self._gradients = Gradients(parameters)
         self._scaling = False  # an enabled scaler, all of whose methods are heard, has scaled something
         self._inside: object = None  # the scaler in whose `step` we are
-        self._backward, self._epoch = 0, 0
+        self._epoch = 0
         self._scaled: bool | None = False  # the backward pass that runs began at a scaled loss
         self._scale_nodes: set[int] = set()
         self._scale_address = 0
@@ -89,13 +95,9 @@ class Conduct(StepListener):
     def module_begins(self) -> None:
         """A module of the model begins its forward."""
         self._was_read = False
+        self._heard.forward = True
         if _in_autocast() and torch.is_autocast_enabled(self._device):
             self._heard.autocast[torch.get_autocast_dtype(self._device)] = None
-
-    def accumulated(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Backward has added to the gradient of a parameter."""
-        if self._scaling:
-            self._gradients.accumulated(parameter, gradient, self._backward, self._scaled, self._epoch)
 
     def facts(self) -> dict[str, Any]:
         """What was heard since the last call, in plain values. Waits for the device, once the step has ended."""
@@ -159,7 +161,6 @@ class Conduct(StepListener):
         heard = self._heard
         heard.call("backward")
         heard.accumulating += 1
-        self._backward += 1
         if _in_autocast() and roots and torch.is_autocast_enabled(roots[0].device.type):
             heard.backward_autocast = word(torch.get_autocast_dtype(roots[0].device.type))
         if heard.autocast:
@@ -168,10 +169,15 @@ class Conduct(StepListener):
                 heard.half_losses.update(dict.fromkeys(tail.half_losses))
                 heard.half_probabilities = heard.half_probabilities or tail.half_probabilities
         if self._scaling:
+            self._gradients.backward_begins()
             self._scaled = self._whether_scaled(roots)
             for root in roots:
                 if reaches(root, self._scale_nodes):
                     self._note_factors("after", root, self._scale_nodes)
+
+    def backward_ends(self, accumulates: bool, nested: bool, failed: bool) -> None:
+        if self._scaling and accumulates and not nested:
+            self._gradients.backward_ends(self._scaled, self._epoch)
 
     def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if self._inside is None:
@@ -181,10 +187,14 @@ class Conduct(StepListener):
             if never and not self._was_read:
                 self._heard.never_scaled[type(optimizer).__name__] = never
 
+    def clipping_begins(self, parameters: Any) -> None:
+        if self._scaling:
+            self._gradients.clipping(tensors_given(parameters))
+
     def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
         self._heard.call("clip_grad_norm_")
         if self._scaling:
-            self._note_clip("clip_grad_norm_", max_norm, self._gradients.clipped(tensors_given(parameters)))
+            self._note_clip("clip_grad_norm_", max_norm, self._gradients.clipped())
 
     def values_clipped(self, gradients: list[torch.Tensor], clip_value: float) -> None:
         self._heard.call("clip_grad_value_")
@@ -221,6 +231,8 @@ class Conduct(StepListener):
         self._note_groups(optimizer, False)
         self._count(optimizer, ())
         if self._scaling:
+            if torch._C._current_graph_task_id() >= 0:  # called by a hook, while backward runs
+                self._gradients.accumulated(parameters_of(optimizer), self._scaled, self._epoch)
             scaled = self._gradients.still_scaled(parameters_of(optimizer))
             own = type(optimizer).__module__.startswith("torch.optim") and not hasattr(optimizer, "grad_scale")
             if scaled and own:  # another's may unscale what it is given
@@ -273,7 +285,8 @@ class Conduct(StepListener):
 
     def _note_factors(self, side: str, tensor: torch.Tensor, stop: set[int]) -> None:
         for factor in factors_before(tensor, stop):
-            if factor.address == self._scale_address or (self._was_read and factor.value is not None):
+            by_number = self._was_read and self._heard.forward and factor.value is not None
+            if factor.address == self._scale_address or by_number:
                 self._heard.factors.append((side, factor, self._scale_address))
 
     def _note_clip(self, name: str, bound: Any, scaled: int) -> None:

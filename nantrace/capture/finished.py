@@ -76,8 +76,15 @@ class FinishedSteps:
         self._turns = 0
         self._flushed_at = time.monotonic()
 
-    def add(self, rows: npt.NDArray[np.void], step: Mapping[str, Any], sites: Sequence[Site], bad: bool) -> None:
-        """Take over a finished step; `bad` lets go what a flight recorder holds."""
+    def add(
+        self,
+        rows: npt.NDArray[np.void],
+        step: Mapping[str, Any],
+        sites: Sequence[Site],
+        bad: bool,
+        notable: bool = False,
+    ) -> None:
+        """Take over a finished step; `bad` lets go what a flight recorder holds, `notable` keeps all that is known."""
         detailed = step.get("detailed") is not False
         turned = bad and not self._was_bad and self._turns < (_TURNS if self._writer is not None else 1)
         self._was_bad = bad
@@ -87,7 +94,7 @@ class FinishedSteps:
             self._put_step(_numbered(rows, step, self._seq - len(rows)), True)
             self.flush()
             return
-        notable = self._is_notable(step, bad)
+        notable = notable or self._is_notable(step, bad)
         self._put_step(_kept_back(rows, step), notable)
         if detailed and self._keep is not None:
             self._held.append(_Held(self._steps - 1, rows, step))

@@ -53,6 +53,9 @@ class StepListener:
     def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """After `scaler.unscale_(optimizer)`, also where `scaler.step` called it."""
 
+    def clipping_begins(self, parameters: Any) -> None:
+        """Before `clip_grad_norm_` changes the gradients of these."""
+
     def gradients_clipped(self, parameters: Any, max_norm: float, total_norm: torch.Tensor) -> None:
         """After `clip_grad_norm_`; `total_norm` (on the device, unread) is the norm before."""
 
@@ -252,6 +255,7 @@ def _scaler_unscale(original: Any) -> Callable[..., Any]:
 
 def _clip(original: Any) -> Callable[..., Any]:
     def nantrace_clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell_all("clipping_begins", parameters)
         result = original(parameters, max_norm, total_norm, *args, **kwargs)
         _tell_all("gradients_clipped", parameters, max_norm, total_norm)
         return result

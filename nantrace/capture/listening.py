@@ -18,7 +18,7 @@ class Listening:
 
     Args:
         steps: follows the steps, always.
-        conduct: hears how a step is conducted, in steps that are recorded in detail.
+        conduct: hears how steps are conducted: all of them, since what stands in one may go back to the one before.
         watched: the modules to hook.
         everywhere: also hear modules outside the model.
     """
@@ -27,8 +27,7 @@ class Listening:
         self._steps = steps
         self._conduct = conduct
         self._hooks = Hooks(steps.calls, watched, everywhere=everywhere)
-        self._conducted = Lifecycle(conduct)
-        steps.calls.told, steps.gradients.told = conduct.module_begins, conduct.accumulated
+        steps.calls.told = conduct.module_begins
 
     def begin(self, exits: contextlib.ExitStack) -> None:
         """Listen until `exits` are closed."""
@@ -36,13 +35,13 @@ class Listening:
         exits.callback(self._hooks.remove)
         self._hooks.listen()
         exits.enter_context(Lifecycle(self._steps))
-        exits.enter_context(self._conducted)  # told last: by then the step is open
+        exits.enter_context(Lifecycle(self._conduct))  # told last: by then the step is open
         self._steps.active = self._steps.calls.active = self._steps.gradients.active = True
 
     def stop(self) -> None:
         """Let whatever is still in place do nothing."""
         self._steps.active = self._steps.calls.active = self._steps.gradients.active = False
-        self._steps.calls.told = self._steps.gradients.told = None
+        self._steps.calls.told = None
 
     def listen(self, in_detail: bool) -> None:
         """Hear the next steps in detail, or only what the ledger needs."""
@@ -50,17 +49,7 @@ class Listening:
             self._hooks.listen()
         else:
             self._hooks.leave(self._steps.calls.entrances)
-            self._conducted.__exit__(None, None, None)
-            self._steps.calls.told = self._conduct_returns
 
     def facts(self) -> dict[str, Any]:
         """How the finished step was conducted."""
         return self._conduct.facts()
-
-    def _conduct_returns(self) -> None:
-        """Hear how steps are conducted again, from one on that is heard from its first forward on."""
-        step = self._steps.step
-        if step is not None and not step.backwards and not step.began:
-            self._conducted.__enter__()
-            self._steps.calls.told = self._conduct.module_begins
-            self._conduct.module_begins()

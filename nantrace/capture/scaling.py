@@ -1,18 +1,22 @@
 """What stands in each parameter's `.grad`: of which backward passes, times the scale or not, clipped or not.
 
 Follows gradients by identity and by autograd's version counter, and holds none: a gradient that somebody changed in a
-way that was not heard is one of which nothing is known.
+way that was not heard is one of which nothing is known. Compares what stands before a backward pass, or a clipping,
+with what stands after it: how often either counts a change depends on what else is at work, such as a dispatch mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from nantrace.capture.quiet import Quiet
+
+#: Identity and version of a gradient; those of none are 0 and 0.
+Mark: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -20,8 +24,7 @@ class Standing:
     """What is known of one gradient.
 
     Attributes:
-        gradient, version: id and version of the tensor when it was last heard of.
-        backward: number of the last backward pass that added to it.
+        mark: id and version of the tensor when it was last heard of.
         passes: how many backward passes it is the sum of.
         scaled: whether all of these began at a scaled loss; None if that is not known.
         epoch: how often scales had been updated by then.
@@ -29,9 +32,7 @@ class Standing:
         spent: an optimizer has used it, or its scaler has skipped that.
     """
 
-    gradient: int
-    version: int
-    backward: int
+    mark: Mark
     passes: int
     scaled: bool | None
     epoch: int
@@ -39,7 +40,11 @@ class Standing:
     spent: bool = False
 
     def untouched(self, gradient: torch.Tensor | None) -> bool:
-        return gradient is not None and id(gradient) == self.gradient and gradient._version == self.version
+        return gradient is not None and _mark(gradient) == self.mark
+
+    def is_scaled(self, gradient: torch.Tensor | None) -> bool:
+        """Whether it is still multiplied by the scale, for all that is known."""
+        return bool(self.scaled) and not self.unscaled and self.untouched(gradient)
 
 
 @dataclass
@@ -62,42 +67,55 @@ class Mixed:
 class Gradients:
     """The gradients of the traced model, by the id of their parameter.
 
+    Args:
+        parameters: gives those of the model, when asked.
+
     Attributes:
         on_unscaled: scaled gradients were added to ones that `unscale_` had divided already.
         on_other_scale: they were added to ones of an earlier scale: it was updated in between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._parameters = parameters
         self._standing: dict[int, Standing] = {}
+        self._before: dict[int, Mark] = {}  # while a backward pass runs
+        self._clipping: list[tuple[Standing, torch.Tensor]] = []
         self.on_unscaled, self.on_other_scale = Mixed(), Mixed()
 
     def forget_mixed(self) -> None:
         self.on_unscaled, self.on_other_scale = Mixed(), Mixed()
 
-    def accumulated(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, backward: int, scaled: bool | None, epoch: int
-    ) -> None:
-        """Backward has added to a gradient, in place if there was one."""
-        before = self._standing.get(id(parameter))
-        identity, version = id(gradient), gradient._version
-        if before is None or before.gradient != identity or version == 0:
-            self._standing[id(parameter)] = Standing(identity, version, backward, 1, scaled, epoch)
-            return
-        same = version == before.version + 1
-        if before.backward == backward:  # a shared weight, or one inside of several checkpoints
-            before.version = version
-            before.scaled = scaled if same and before.scaled is scaled else None
-            return
-        if not same or before.spent:  # zeroed or changed in place, or not zeroed at all
-            self._standing[id(parameter)] = Standing(identity, version, backward, 1, None, epoch)
-            return
+    def backward_begins(self) -> None:
+        self._before = {id(one): _mark(one.grad) for one in self._parameters()}
+
+    def backward_ends(self, scaled: bool | None, epoch: int) -> None:
+        """A backward pass has added to some; `scaled`: it began at a scaled loss, None if that is not known."""
+        self.accumulated(self._parameters(), scaled, epoch)
+        self._before = {}
+
+    def accumulated(self, parameters: Iterable[torch.Tensor], scaled: bool | None, epoch: int) -> None:
+        """The backward pass that runs, or has just ended, may have added to these."""
+        for parameter in parameters:
+            key, now = id(parameter), _mark(parameter.grad)
+            then = self._before.get(key, now)
+            if now != then:
+                self._before[key] = now
+                self._standing[key] = self._after(self._standing.get(key), then, now, scaled, epoch)
+
+    def _after(self, before: Standing | None, then: Mark, now: Mark, scaled: bool | None, epoch: int) -> Standing:
+        """How a gradient stands to which a pass has added."""
+        if then == _NONE:
+            return Standing(now, 1, scaled, epoch)
+        known = before is not None and before.mark == then and then[0] == now[0] and not before.spent
+        if before is None or not known:  # zeroed or changed in place, or not zeroed at all
+            return Standing(now, 1, None, epoch)
         if scaled and before.scaled:
             if before.unscaled:
                 self.on_unscaled.add(before.passes)
             elif before.epoch != epoch:
                 self.on_other_scale.add(before.passes)
-        known = scaled if before.scaled is scaled and not before.unscaled else None
-        self._standing[id(parameter)] = Standing(identity, version, backward, before.passes + 1, known, epoch)
+        alike = scaled if before.scaled is scaled and not before.unscaled else None
+        return Standing(now, before.passes + 1, alike, epoch)
 
     def unscaled(self, parameters: Iterable[torch.Tensor]) -> int:
         """`unscale_` has divided these; returns how many of them no scaled loss had contributed to.
@@ -110,24 +128,24 @@ class Gradients:
             standing.unscaled = True
         return never
 
-    def clipped(self, parameters: Iterable[torch.Tensor]) -> int:
-        """`clip_grad_norm_` has multiplied these once in place; returns how many were still scaled."""
+    def clipping(self, parameters: Iterable[torch.Tensor]) -> None:
+        """`clip_grad_norm_` is about to multiply these."""
+        self._clipping = [(one, grad) for one, grad in self._of(parameters) if grad is not None and one.untouched(grad)]
+
+    def clipped(self) -> int:
+        """It has; returns how many were still scaled."""
         found = 0
-        for standing, gradient in self._of(parameters):
-            if gradient is not None and id(gradient) == standing.gradient:
-                standing.version += 1
-                found += bool(standing.scaled) and not standing.unscaled and standing.untouched(gradient)
+        for standing, gradient in self._clipping:
+            found += bool(standing.scaled) and not standing.unscaled
+            standing.mark = _mark(gradient)
+        self._clipping = []
         return found
 
     def values_clipped(self, gradients: Iterable[torch.Tensor]) -> int:
         """`clip_grad_value_` is about to change these; returns how many are still scaled."""
-        by_gradient = {standing.gradient: standing for standing in self._standing.values()}
-        found = 0
-        for gradient in gradients:
-            standing = by_gradient.get(id(gradient))
-            if standing is not None:
-                found += bool(standing.scaled) and not standing.unscaled and standing.untouched(gradient)
-        return found
+        by_gradient = {standing.mark[0]: standing for standing in self._standing.values()}
+        found = ((by_gradient.get(id(gradient)), gradient) for gradient in gradients)
+        return sum(standing.is_scaled(gradient) for standing, gradient in found if standing is not None)
 
     def still_scaled(self, parameters: Iterable[torch.Tensor]) -> int:
         """How many of these hold a scaled gradient; 0 if one of them holds anything else."""
@@ -135,7 +153,7 @@ class Gradients:
         for standing, gradient in self._of(parameters):
             if gradient is None:
                 continue
-            if not standing.scaled or standing.unscaled or standing.spent or not standing.untouched(gradient):
+            if standing.spent or not standing.is_scaled(gradient):
                 return 0
             found += 1
         return found
@@ -147,6 +165,13 @@ class Gradients:
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[Standing, torch.Tensor | None]]:
         found: list[tuple[Any, torch.Tensor]] = [(self._standing.get(id(one)), one) for one in parameters]
         return [(standing, one.grad) for standing, one in found if standing is not None]
+
+
+_NONE: Mark = (0, 0)
+
+
+def _mark(gradient: torch.Tensor | None) -> Mark:
+    return _NONE if gradient is None else (id(gradient), gradient._version)
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

@@ -62,11 +62,13 @@ class Telling:
         elif self._warns and self.faults == 1:
             self.say(sentence)
 
-    def departure(self, rule: str, sentence: str) -> None:
-        """A rule of mixed precision was broken; said once, by `say_departures`."""
-        if rule not in self._said:
+    def departure(self, rule: str, sentence: str) -> bool:
+        """A rule of mixed precision was broken; said once, by `say_departures`. Whether it was the first time."""
+        first = rule not in self._said
+        if first:
             self._said.add(rule)
             self._departed.append(sentence)
+        return first
 
     def say_departures(self) -> None:
         while self._departed:

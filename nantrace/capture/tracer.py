@@ -288,7 +288,7 @@ class Tracer:
             failed=self._failed,
         )
         device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
-        conduct = Conduct(device, state.concerns, self._failed)
+        conduct = Conduct(device, lambda: [parameter for _, parameter in state.trained()], state.concerns, self._failed)
         self._listening = Listening(self._steps, conduct, self._watched, everywhere=self._stats != "none")
 
     def files(self) -> list[str]:
@@ -348,11 +348,7 @@ class Tracer:
                 self._steps.end()
 
     def _step_ended(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> None:
-        conduct = self._listening.facts()
-        if conduct and ledger.get("detailed") is not False:  # of others not everything was heard
-            ledger = {**ledger, "conduct": conduct}
-            for rule, sentence in self._departures(ledger) if self._departures is not None else ():
-                self._telling.departure(rule, sentence)
+        ledger, departs = self._conducted(ledger)
         for device, why in self._buffer.failures.items():
             told = f"nantrace's fused kernel failed on {device} ({why}): tensors there are read in several passes"
             self._telling.say_once(str(device), told)
@@ -363,9 +359,20 @@ class Tracer:
             for observer in self._observers:
                 observer.step_ended(trace, judgement)
         fault = judgement is not None and judgement.fault
-        self._finished.add(rows, ledger, self._buffer.sites, fault)
+        self._finished.add(rows, ledger, self._buffer.sites, fault, departs)
         if judgement is not None and fault:
             self._telling.fault(judgement.sentence, ledger["step"])
+
+    def _conducted(self, ledger: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The row of a step with how it was conducted, and whether that broke a rule for the first time.
+
+        Outside the sample it stands only then.
+        """
+        conduct = self._listening.facts()
+        whole = {**ledger, "conduct": conduct} if conduct else ledger
+        broken = self._departures(whole) if conduct and self._departures is not None else ()
+        first = [self._telling.departure(rule, sentence) for rule, sentence in broken]
+        return (whole if ledger.get("detailed") is not False or any(first) else ledger), any(first)
 
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""

@@ -31,7 +31,8 @@ class Departure:
         step: the first step that broke it.
         evidence: a sentence that proves it, with numbers.
         advice: the next thing to do.
-        steps: how many steps of the trace broke it.
+        steps: how many steps of the trace broke it, of those whose conduct is on record: outside the sample (every=N),
+            and of steps whose rows were let go, only the first one.
     """
 
     rule: str

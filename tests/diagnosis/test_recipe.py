@@ -24,13 +24,24 @@ from tests.recipes import frameworks, programs
 from tests.recipes.documented import DOCUMENTED
 from tests.recipes.programs import RIGHT, WRONG, Parts, Program
 
+#: Ways to trace in which each rule has to be heard: a tracer listens to less in some, and to more in others.
+MODES: dict[str, dict[str, Any]] = {
+    "all modules": {},
+    "the ledger alone": {"stats": "none"},
+    "ops": {"ops": True},
+    "every second step": {"every": 2},
+    "a flight recorder": {"every": 3, "keep_steps": 1},
+}
 
-def traced(program: Program, parts: Parts | None = None, path: Path | None = None) -> tuple[Trace, list[str]]:
+
+def traced(
+    program: Program, parts: Parts | None = None, path: Path | None = None, **options: Any
+) -> tuple[Trace, list[str]]:
     """The trace of a program, and what it was warned of."""
     parts = parts or programs.parts()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tracer = nantrace.trace(parts.model, path, on_nonfinite="ignore")
+        tracer = nantrace.trace(parts.model, path, on_nonfinite="ignore", **options)
         with contextlib.suppress(ValueError), tracer:
             program(parts)
     return tracer.trace, [str(one.message) for one in caught if one.category is nantrace.RecipeWarning]
@@ -40,21 +51,90 @@ def name(value: Any) -> str:
     return value if isinstance(value, str) else getattr(value, "__name__", "")
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rule", "program", "said"), WRONG, ids=name)
-def test_a_program_that_breaks_a_rule_is_told_of_that_rule_alone(rule: str, program: Program, said: str) -> None:
-    trace, warned = traced(program)
+def test_a_program_that_breaks_a_rule_is_told_of_that_rule_alone(
+    rule: str, program: Program, said: str, mode: str
+) -> None:
+    trace, warned = traced(program, **MODES[mode])
     (found,) = recipe(trace)
     assert found.rule == rule
     assert said in found.sentence
     assert warned == [found.sentence]
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("program", (*RIGHT, *DOCUMENTED), ids=name)
-def test_a_program_by_the_recipe_is_told_nothing(program: Program) -> None:
-    trace, warned = traced(program)
+def test_a_program_by_the_recipe_is_told_nothing(program: Program, mode: str) -> None:
+    trace, warned = traced(program, **MODES[mode])
     assert len(trace.steps) >= 1
     assert recipe(trace) == ()
     assert warned == []
+
+
+def test_an_update_outside_the_sample_counts_for_the_scheduler() -> None:
+    """The second of two updates between two moves was skipped, and recorded in detail; the first was committed."""
+
+    def train(parts: Parts) -> None:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(parts.optimizer, 10)
+        for iteration in range(6):
+            parts.optimizer.zero_grad()
+            loss = programs.loss_of(parts)
+            parts.scaler.scale(loss * float("inf") if iteration in (2, 4) else loss).backward()
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+            if iteration % 2 == 0:
+                scheduler.step()
+
+    trace, warned = traced(train, every=2)
+    assert [step["skipped"] for step in trace.steps] == [0, 0, 1, 0, 1, 0]
+    assert recipe(trace) == () and warned == []
+
+
+def test_a_rule_that_is_broken_outside_the_sample_stands_in_the_first_row_that_shows_it() -> None:
+    trace, warned = traced(programs.clip_scaled, every=100)
+    assert len(warned) == 1
+    assert ["conduct" in step for step in trace.steps] == [True, False, False]  # step 0 is in the sample
+    trace, warned = traced(programs.scheduler_moves_on, every=2, keep_steps=1)
+    (found,) = recipe(trace)
+    assert (found.step, found.steps) == (3, 1)
+    assert trace.steps[3].get("detailed") is False
+    assert warned == [found.sentence]
+
+
+def test_a_rule_is_on_record_where_the_rows_of_its_step_were_let_go() -> None:
+    def train(parts: Parts) -> None:
+        programs.clip_scaled(parts)
+        programs.clip_unscaled(parts)
+
+    trace, _ = traced(train, keep_steps=1)
+    assert ["not_kept" in step for step in trace.steps] == [True] * 5 + [False]
+    (found,) = recipe(trace)
+    assert (found.rule, found.step) == ("clip_before_unscale", 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_that_steps_inside_of_backward_is_heard(mode: str) -> None:
+    """Every parameter's own optimizer takes its gradient as soon as it is there, scaled as it is."""
+
+    def train(parts: Parts) -> None:
+        own = {parameter: torch.optim.SGD([parameter], lr=1e-6) for parameter in parts.model.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            own[parameter].step()  # type: ignore[index]
+            own[parameter].zero_grad()  # type: ignore[index]
+
+        handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in own]
+        for _ in range(programs.STEPS):
+            parts.scaler.scale(programs.loss_of(parts)).backward()
+        for handle in handles:
+            handle.remove()
+
+    trace, warned = traced(train, **MODES[mode])
+    (found,) = recipe(trace)
+    assert found.rule == "step_around_scaler"
+    assert "SGD.step() was called directly with 1 gradient that" in found.sentence
+    assert warned == [found.sentence]
 
 
 def test_every_rule_has_a_wrong_program() -> None:
