@@ -114,6 +114,14 @@ def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[],
     return (before + timed(device, step)) / 2, inside
 
 
+_SEVERAL = 9
+
+
+def several(device: str, step: Callable[[], None]) -> float:
+    """The median of a few steps, which takes a step's hiccups away and is over before the machine changes its pace."""
+    return statistics.median(timed(device, step) for _ in range(_SEVERAL))
+
+
 def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, Any]]:
     model, optimizer, step = language_model(device)
     for _ in range(2):
@@ -149,22 +157,22 @@ def tensor_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
     costs, by_hand = [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(pairs):
-            step()
-            bare = timed(device, step)
+            before = several(device, step)
             with Tracer(model, path=os.path.join(folder, "step.h5"), overwrite=True) as tracer:
-                step()
-                tracer.mark_step()
 
                 def ended(tracer: Tracer = tracer) -> None:
                     step()
                     tracer.mark_step()
 
-                inside = timed(device, ended)
-            costs.append(1e6 * (inside - bare) / tracer.trace.steps[-1]["events"])
+                inside = several(device, ended)
+                recorded = tracer.trace.steps[-1]["events"]
+            between = several(device, step)
             with extremes_by_hand(model) as extremes:
-                step()
-                extremes.clear()
-                by_hand.append(1e6 * (timed(device, step) - bare) / len(extremes))
+                reading = several(device, step)
+                read = len(extremes) / _SEVERAL
+            after = several(device, step)
+            costs.append(1e6 * (inside - (before + between) / 2) / recorded)
+            by_hand.append(1e6 * (reading - (between + after) / 2) / read)
     yield row("cost of a recorded tensor, file included", "us", costs)
     yield row("a bare forward hook with aminmax", "us", by_hand)
     yield row(
