@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,6 +23,15 @@ class Argument(NamedTuple):
     position: int
     index: int  # type: ignore[assignment]  # it hides the tuple's method, which nobody needs
     tensor: Tensor
+
+
+def any_requires_grad(values: Iterable[Any]) -> bool:
+    """Whether a tensor among an op's arguments, or in a list among them, requires grad."""
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor) and item.requires_grad:
+                return True
+    return False
 
 
 class Call:
@@ -110,9 +119,13 @@ class Call:
 
     def needs_grad(self) -> bool:
         """Whether autograd records the op."""
-        return torch.is_grad_enabled() and any(a.tensor.requires_grad for a in self.arguments)
+        return torch.is_grad_enabled() and (
+            any_requires_grad(self.args) or (bool(self.kwargs) and any_requires_grad(self.kwargs.values()))
+        )
 
     def writes_into_view(self) -> bool:
+        if self.facts.writes_self:
+            return bool(self.args[0]._is_view())
         return any(a.tensor._is_view() for a in self.written if a.index < 0)
 
     def read_ids(self) -> frozenset[int]:

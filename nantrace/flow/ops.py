@@ -6,7 +6,7 @@ Learnt once per op. Ops are judged by their schema; the few names below are thos
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 #: Ops that hand out memory which nobody has written yet.
 _UNWRITTEN = frozenset(
@@ -50,13 +50,14 @@ class OpFacts:
         collective: other processes write into its outputs, after it has returned.
         received: names of the arguments that a collective fills.
         writes_self: writes into its first argument, one tensor, into nothing else, and returns it.
-        simple: puts out one tensor, either new or the `self` it wrote into, and writes nothing else.
+        makes: "tensor" for an op that puts out one tensor, either new or the `self` it wrote into, "tensors" for one
+            that puts out several new ones, "number" for a host read; None for all others. Those write nothing else.
         func: the op itself; holding it keeps its id its own.
     """
 
     __slots__ = (
-        "announces", "arguments", "collective", "func", "host_read", "listwise", "maybe_view", "mutates", "op",
-        "position", "reads", "received", "simple", "unwritten", "view", "writes", "writes_self",
+        "announces", "arguments", "collective", "func", "host_read", "listwise", "makes", "maybe_view", "mutates",
+        "op", "position", "reads", "received", "unwritten", "view", "writes", "writes_self",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -85,13 +86,16 @@ class OpFacts:
         self.announces = name.startswith(_ANNOUNCING) and "batch_norm" not in name
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.writes_self = single and sum(self.writes) == 1 and self.writes[0] and _is_tensor(schema.arguments[0])
-        self.simple = (
-            single
-            and self.announces
-            and not self.collective
-            and not self.maybe_view
-            and (not self.mutates or self.writes_self)
-        )
+        self.makes = self._makes([str(each.type) for each in schema.returns])
+
+    def _makes(self, returns: list[str]) -> Literal["tensor", "tensors", "number"] | None:
+        if not self.announces or self.collective or self.maybe_view or (self.mutates and not self.writes_self):
+            return None
+        if self.host_read:
+            return "number"
+        if returns == ["Tensor"]:
+            return "tensor"
+        return "tensors" if returns == ["List[Tensor]"] or (returns and set(returns) == {"Tensor"}) else None
 
 
 def _received(name: str, arguments: tuple[str, ...]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from nantrace.flow.memory import Look, Unseen, neutralise
 from nantrace.flow.ops import OpFacts, facts_of
 from nantrace.flow.rounds import Rounds
 from nantrace.flow.sinks import Sinks
-from nantrace.flow.values import FLOATS, QUANTIZED, planes, readable, storage_key
+from nantrace.flow.values import FLOATS, INTEGERS, QUANTIZED, planes, readable, storage_key
 from nantrace.lineage import Lineage, OpEvent
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -250,12 +250,24 @@ class OpRecorder(TorchDispatchMode):
             overwritten = call.args[:1] if facts.reads[0] else ()
         else:
             overwritten = [a.tensor for a in call.written if call.reads(a)]
-        kept = call.kept = {}
-        for tensor in overwritten:
-            for plane in planes(tensor):
-                kept[id(tensor)] = keep(plane, self._memory.scanner)
+        scanner = self._memory.scanner
+        call.kept = {id(tensor): keep(plane, scanner) for tensor in overwritten for plane in planes(tensor)}
 
     # ------------------------------------------------------------------------------------------------ outputs
+    def _is_quiet(self, makes: str | None, out: Any) -> bool:
+        """Whether all that an op put out is plain and finite, and nobody is to be told of it: so it is of almost every
+        op, and the long way would find nothing. In doubt, not."""
+        if makes == "tensor":
+            return self._wrote_quietly(out)
+        if makes == "tensors":
+            return all(tensor is None or self._wrote_quietly(tensor) for tensor in out)
+        return makes == "number" and not self._host
+
+    def _wrote_quietly(self, tensor: Any) -> bool:
+        if self._memory.wrote_plainly(tensor):
+            return True
+        return isinstance(tensor, Tensor) and tensor.dtype in INTEGERS and not self._host
+
     def _after(self, call: Call, out: Any) -> None:
         """Look at what the op put out, and record it if something nonfinite is around."""
         if call.facts.collective:  # it may not be there yet: whoever reads it will look
