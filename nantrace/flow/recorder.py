@@ -193,7 +193,7 @@ class OpRecorder(TorchDispatchMode):
             self._raised = (self.time, call.read_ids())
             raise
         try:
-            if self._selective or call.bad or not call.facts.simple or not self._memory.wrote_plainly(out):
+            if self._selective or call.bad or not self._is_quiet(call.facts.makes, out):
                 self._after(call, out)
         except Exception as error:
             self.fail(error)
