@@ -16,7 +16,10 @@ import numpy.typing as npt
 from nantrace.events import Role, Site, Trace
 from nantrace.narrowing import steps_of
 
+_WINDOW = 65_536  # rows of one trace aligned at once, if its steps are not longer
+
 Rows = npt.NDArray[np.int64]
+Events = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,10 @@ class Alignment:
     """Rows of two traces that correspond.
 
     Attributes:
-        a, b: rows of `events`, pair by pair, in the order in which trace A executed.
+        a, b: rows of the events, pair by pair, in the order in which trace A executed.
         only_a, only_b: rows without a counterpart.
         call: for each pair the number of the call of its module within the step, from 1; 0 outside calls.
         occurrence: for each pair which of several such rows it is, from 1.
-        steps: the one step of each trace, where their numbers differ.
     """
 
     a: Rows
@@ -37,16 +39,59 @@ class Alignment:
     only_b: Rows
     call: Rows
     occurrence: Rows
-    steps: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What two traces are aligned by, whichever of their events are looked at.
+
+    Attributes:
+        names: for each site of each trace a number, the same for sites that correspond.
+        places: for each site of each trace a number, the same for sites of one module in one phase.
+        steps: the number of the step of each trace if they have one each: these correspond whatever the number.
+    """
+
+    names: tuple[Rows, Rows]
+    places: tuple[Rows, Rows]
+    steps: tuple[int, int] | None
+
+
+def ground(a: Trace, b: Trace) -> Ground:
+    """What any events of these two traces are aligned by."""
+    names = _numbers([*map(_name, a.sites), *map(_name, b.sites)])
+    places = [_numbers([(site.module, site.phase) for site in trace.sites]) for trace in (a, b)]
+    return Ground((names[: len(a.sites)], names[len(a.sites) :]), (places[0], places[1]), _single_steps(a, b))
+
+
+def windows(a: Trace, b: Trace, shared: Ground) -> list[tuple[slice, slice]]:
+    """Rows of both traces, some whole steps at a time, which can be aligned by themselves; in order of steps.
+
+    What is worked out for each row of a long trace takes more memory than the trace, unless it is for some of them.
+    """
+    whole = [(slice(0, len(a)), slice(0, len(b)))]
+    steps = a.events["step"], b.events["step"]
+    if shared.steps is not None or not all((column[1:] >= column[:-1]).all() for column in steps):
+        return whole
+    numbers = np.union1d(*(column[np.flatnonzero(np.diff(column, append=~column[-1:]))] for column in steps))
+    ends = np.stack([np.searchsorted(column, numbers, "right") for column in steps], axis=1)
+    made, begin = [], (0, 0)
+    for end in map(tuple, ends.tolist()):
+        if max(end[0] - begin[0], end[1] - begin[1]) >= _WINDOW or end == (len(a), len(b)):
+            made.append((slice(begin[0], end[0]), slice(begin[1], end[1])))
+            begin = end
+    return made
 
 
 def align(a: Trace, b: Trace) -> Alignment:
     """Pair the events of two traces. Two traces of one step each are aligned whatever number their step has."""
-    steps = _single_steps(a, b)
-    names = _numbers([*map(_name, a.sites), *map(_name, b.sites)])
+    return align_events(ground(a, b), a.events, b.events)
+
+
+def align_events(shared: Ground, a: Events, b: Events) -> Alignment:
+    """Pair events of two traces, of each those of whole steps."""
     parts = [
-        [_of_sites(trace, sites), _step(trace, steps is not None), _calls(trace)]
-        for trace, sites in ((a, names[: len(a.sites)]), (b, names[len(a.sites) :]))
+        [_of_sites(events, names), _step(events, shared.steps is not None), _calls(events, places)]
+        for events, names, places in zip((a, b), shared.names, shared.places, strict=True)
     ]
     split = len(a)
     keys = _combined([np.concatenate([parts[0][n], parts[1][n]]) for n in range(3)])
@@ -62,7 +107,6 @@ def align(a: Trace, b: Trace) -> Alignment:
         only_b=_others(rows_b, len(b)),
         call=parts[0][2][rows_a],
         occurrence=occurrence[rows_a] + 1,
-        steps=steps if steps is not None and steps[0] != steps[1] else None,
     )
 
 
@@ -88,31 +132,31 @@ def _numbers(keys: list[Hashable]) -> Rows:
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
-def _of_sites(trace: Trace, numbers: Rows) -> Rows:
-    return numbers[trace.events["site"]] if len(numbers) else np.zeros(0, np.int64)
+def _of_sites(events: Events, numbers: Rows) -> Rows:
+    return numbers[events["site"]] if len(numbers) else np.zeros(0, np.int64)
 
 
-def _step(trace: Trace, one: bool) -> Rows:
-    return np.zeros(len(trace), np.int64) if one else trace.events["step"].astype(np.int64)
+def _step(events: Events, one: bool) -> Rows:
+    return np.zeros(len(events), np.int64) if one else events["step"].astype(np.int64)
 
 
-def _calls(trace: Trace) -> Rows:
+def _calls(events: Events, places: Rows) -> Rows:
     """The call of each row, counted within its step among the calls of its module that began in the same phase.
 
     Numbers of calls in the trace will not do: a module that one side did not record shifts all that follow. By the
     phase where they begin, calls that checkpointing repeats are counted apart from the first ones, so that gradients
     meet whether or not the other side checkpoints.
     """
-    found = np.zeros(len(trace), np.int64)
-    rows = np.flatnonzero(trace.events["call"])
+    found = np.zeros(len(events), np.int64)
+    rows = np.flatnonzero(events["call"])
     if not rows.size:
         return found
-    _, first, inverse = np.unique(trace.events["call"][rows], return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(events["call"][rows], return_index=True, return_inverse=True)
     begin = rows[first]
-    place = _numbers([(site.module, site.phase) for site in trace.sites])[trace.events["site"][begin]]
+    place = places[events["site"][begin]]
     order = np.argsort(begin)
     number = np.empty(len(begin), np.int64)
-    number[order] = _count_within(_combined([place[order], trace.events["step"][begin[order]].astype(np.int64)])) + 1
+    number[order] = _count_within(_combined([place[order], events["step"][begin[order]].astype(np.int64)])) + 1
     found[rows] = number[inverse]
     return found
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis import tolerance
-from nantrace.diagnosis.alignment import Alignment, Rows, align
+from nantrace.diagnosis.alignment import Alignment, Rows, align_events, ground, windows
 from nantrace.diagnosis.difference_scale import Unscaled, without_scale
 from nantrace.diagnosis.seen import Seen
 from nantrace.diagnosis.verdict import plain
@@ -169,59 +169,83 @@ def compare(
             raise ValueError(f"{name} is {given}: pass a number of 0 or more, or leave it out.")
     if progress is not None:
         progress(f"pairing {len(a):,} and {len(b):,} events")
-    aligned = align(a, b)
-    sides = without_scale(a), without_scale(b)
-    rules = _Rules(sides, rtol, atol)
+    shared = ground(a, b)
+    parts = windows(a, b, shared)
+    rules = _Rules(a, b, parts, rtol, atol)
     counts: Counter[str] = Counter(dict.fromkeys((*_KINDS, *_FACTS), 0))
     kept: dict[str, list[SiteDifference]] = {kind: [] for kind in _KINDS}
-    for begin in range(0, len(aligned.a), _BLOCK):
-        block = _Block(rules, aligned, begin)
-        for name, flags in block.flags.items():
-            counts[name] += int(flags.sum())
-        for kind in _KINDS:
-            kept[kind] += block.differences(kind, _KEPT - len(kept[kind]))
+    alone: tuple[list[Rows], list[Rows]] = ([], [])
+    for rows in parts:
+        sides = _part(a, rows[0]), _part(b, rows[1])
+        aligned = align_events(shared, sides[0].trace.events, sides[1].trace.events)
+        counts["common"] += len(aligned.a)
+        for side, only, at in zip(alone, (aligned.only_a, aligned.only_b), rows, strict=True):
+            side.append(only + at.start)
+        for begin in range(0, len(aligned.a), _BLOCK):
+            block = _Block(rules, sides, aligned, begin)
+            for name, flags in block.flags.items():
+                counts[name] += int(flags.sum())
+            for kind in _KINDS:
+                kept[kind] += block.differences(kind, _KEPT - len(kept[kind]))
         if progress is not None:
-            progress(f"compared {min(begin + _BLOCK, len(aligned.a)):,} of {len(aligned.a):,} pairs of events")
+            progress(f"compared {rows[0].stop:,} of {len(a):,} events")
     return Difference(
-        a=_side(a, aligned.only_a, sides[0].scales),
-        b=_side(b, aligned.only_b, sides[1].scales),
-        common=len(aligned.a),
+        a=_side(a, alone[0], rules.scales[0]),
+        b=_side(b, alone[1], rules.scales[1]),
+        common=counts.pop("common", 0),
         nonfinite=tuple(kept["nonfinite"]),
         ranges=tuple(kept["range"]),
         shapes=tuple(kept["shape"]),
         counts=dict(counts),
-        steps=aligned.steps,
+        steps=shared.steps if shared.steps is not None and shared.steps[0] != shared.steps[1] else None,
         rtol=rtol,
         atol=atol,
         dtype=rules.dtype,
     )
 
 
+def _part(trace: Trace, rows: slice) -> Unscaled:
+    """Some steps of a trace, without the loss scale. Their rows are copied where it is taken off, and only those."""
+    return without_scale(dataclasses.replace(trace, events=trace.events[rows]))
+
+
 class _Rules:
     """What holds for all pairs of two traces, by site: tolerances, and what tells shapes and dtypes apart."""
 
-    def __init__(self, sides: tuple[Unscaled, Unscaled], rtol: float | None, atol: float | None) -> None:
-        self.traces = (sides[0].trace, sides[1].trace)
-        self.perhaps = (sides[0].perhaps, sides[1].perhaps)
-        self.dtype = tolerance.coarsest(*self.traces)
+    def __init__(
+        self, a: Trace, b: Trace, parts: list[tuple[slice, slice]], rtol: float | None, atol: float | None
+    ) -> None:
+        traces = (a, b)
+        self.dtype = tolerance.coarsest(*traces)
         self.rtol = (tolerance.relative(self.dtype) if self.dtype else 0.0) if rtol is None else rtol
-        usual = [tolerance.usual_magnitudes(trace) for trace in self.traces]
+        found = [self._usual(trace, [rows[side] for rows in parts]) for side, trace in enumerate(traces)]
+        usual = [sizes for sizes, _ in found]
+        self.scales = [scales for _, scales in found]
         self.atol = self._floor(self.dtype, usual[0]) if atol is None else np.full(len(usual[0]), float(atol))
         #: What rounding on each side alone puts where zero belongs; None where the caller says what counts as zero.
         self.noise = None
         if atol is None:
-            own = [tolerance.coarsest(trace) for trace in self.traces]
+            own = [tolerance.coarsest(trace) for trace in traces]
             self.noise = [self._floor(dtype, sizes) for dtype, sizes in zip(own, usual, strict=True)]
         by_default = rtol is None and atol is None
         self.exact = [
             np.array([by_default and not tolerance.epsilon(site.dtype) for site in trace.sites], np.bool_)
-            for trace in self.traces
+            for trace in traces
         ]
-        self.shapes = _coded([[site.shape for site in trace.sites] for trace in self.traces])
-        self.dtypes = _coded([[site.dtype for site in trace.sites] for trace in self.traces])
+        self.shapes = _coded([[site.shape for site in trace.sites] for trace in traces])
+        self.dtypes = _coded([[site.dtype for site in trace.sites] for trace in traces])
 
     def _floor(self, dtype: str | None, usual: tolerance.Floats) -> tolerance.Floats:
         return tolerance.absolute(dtype, usual) if dtype else np.zeros_like(usual)
+
+    def _usual(self, trace: Trace, parts: list[slice]) -> tuple[tolerance.Floats, tuple[float, float] | None]:
+        """What is usual at each site without the loss scale, and between which scales that lay."""
+        sizes, scales = np.empty(len(trace)), []
+        for rows in parts:
+            unscaled = _part(trace, rows)
+            sizes[rows] = tolerance.counting(unscaled.trace.events)
+            scales += list(unscaled.scales or ())
+        return tolerance.usual_magnitudes(trace, sizes), (min(scales), max(scales)) if scales else None
 
 
 class _Block:
@@ -231,11 +255,11 @@ class _Block:
         flags: by kind of difference, and by fact, in which pairs it is so.
     """
 
-    def __init__(self, rules: _Rules, aligned: Alignment, begin: int) -> None:
-        self._rules, self._aligned, self._begin = rules, aligned, begin
+    def __init__(self, rules: _Rules, sides: tuple[Unscaled, Unscaled], aligned: Alignment, begin: int) -> None:
+        self._rules, self._traces, self._aligned, self._begin = rules, [s.trace for s in sides], aligned, begin
         rows = [side[begin : begin + _BLOCK] for side in (aligned.a, aligned.b)]
-        self._a, self._b = (trace.events[at] for trace, at in zip(rules.traces, rows, strict=True))
-        self._perhaps = [scales[at] for scales, at in zip(rules.perhaps, rows, strict=True)]
+        self._a, self._b = (trace.events[at] for trace, at in zip(self._traces, rows, strict=True))
+        self._perhaps = [side.perhaps[at] for side, at in zip(sides, rows, strict=True)]
         self._sites = self._a["site"], self._b["site"]
         bad_a, bad_b = nonfinite_rows(self._a), nonfinite_rows(self._b)
         readable = ~(_unreadable(self._a) | _unreadable(self._b))
@@ -304,7 +328,7 @@ class _Block:
 
     def _difference(self, kind: Kind, pair: int) -> SiteDifference:
         a, b = self._a[pair : pair + 1], self._b[pair : pair + 1]
-        of_a, of_b = self._rules.traces
+        of_a, of_b = self._traces
         site = of_a.sites[int(a["site"][0])]
         made = SiteDifference(
             kind=kind,
@@ -345,9 +369,9 @@ def _coded(sides: list[list[Any]]) -> list[Rows]:
     return [np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64) for values in sides]
 
 
-def _side(trace: Trace, only: Rows, scales: tuple[float, float] | None) -> Side:
-    events = trace.events[only]
-    by_site = Counter(events["site"].tolist())
+def _side(trace: Trace, alone: list[Rows], scales: tuple[float, float] | None) -> Side:
+    only = np.concatenate([*alone, np.zeros(0, np.int64)])
+    by_site = Counter(trace.events["site"][only].tolist())
     by: Counter[str] = Counter()
     for number, count in by_site.items():
         by[_kind(trace.sites[number])] += count
@@ -357,10 +381,10 @@ def _side(trace: Trace, only: Rows, scales: tuple[float, float] | None) -> Side:
         facts={key: trace.meta[key] for key in known if key in trace.meta},
         events=len(trace),
         scales=scales,
-        only=len(events),
-        only_nonfinite=int(nonfinite_rows(events).sum()),
+        only=len(only),
+        only_nonfinite=int(nonfinite_rows(trace.events)[only].sum()),
         only_by=dict(by.most_common()),
-        first_only=_place(trace.site(events[0])) if len(events) else None,
+        first_only=_place(trace.site(trace.events[only.min()])) if len(only) else None,
     )
 
 

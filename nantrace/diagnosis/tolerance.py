@@ -51,22 +51,29 @@ def absolute(dtype: str, usual: Floats) -> Floats:
     return min(_ROUNDINGS * epsilon(dtype), relative(dtype)) * usual
 
 
-def usual_magnitudes(trace: Trace) -> Floats:
+def usual_magnitudes(trace: Trace, sizes: Floats) -> Floats:
     """For each site the median of the largest magnitudes at all sites of its kind: phase, role, kind of moment.
 
-    The median, because masks hold numbers near the end of the dtype. Rows without a nonzero finite element, or with a
-    nonfinite one, do not count.
+    The median, because masks hold numbers near the end of the dtype.
+
+    Args:
+        trace: of which the sites are told.
+        sizes: of each of its events what `counting` makes of it.
     """
     kinds: dict[tuple[int, int, str], int] = {}
     kind = np.array([kinds.setdefault(_kind(site), len(kinds)) for site in trace.sites], np.int64)
     usual = np.zeros(len(kinds))
     if len(kind):
-        of_row, size = kind[trace.events["site"]], magnitudes(trace.events)
-        size[trace.events["finite"] < trace.events["numel"]] = np.nan
+        of_row = kind[trace.events["site"]]
         for number in range(len(kinds)):
-            sizes = size[(of_row == number) & (size > 0)]
-            usual[number] = np.median(sizes) if sizes.size else 0.0
+            counted = sizes[(of_row == number) & (sizes > 0)]
+            usual[number] = np.median(counted) if counted.size else 0.0
     return usual[kind] if len(kind) else usual
+
+
+def counting(events: npt.NDArray[np.void]) -> Floats:
+    """The largest magnitude of each row that counts for what is usual; NaN where one element is nonfinite."""
+    return np.where(events["finite"] < events["numel"], np.nan, magnitudes(events))
 
 
 def magnitudes(events: npt.NDArray[np.void]) -> Floats:

@@ -115,6 +115,7 @@ def test_blocks_of_any_size_give_the_same_difference(a: Trace, b: Trace, size: i
     whole = compare(a, b)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nantrace.diagnosis.difference._BLOCK", size)
+        patch.setattr("nantrace.diagnosis.alignment._WINDOW", size)
         assert compare(a, b).to_dict() == whole.to_dict()
 
 
