@@ -91,11 +91,11 @@ def test_loading_comparing_and_exporting_tell_how_far_they_are(trace: Trace, tmp
     assert told == [f"read {len(trace)} of {len(trace)} events"]
     nantrace.diff(trace, trace, progress=told.append)
     count = len(trace)
-    assert told[1:] == [f"pairing {count} and {count} events", f"compared {count} of {count} pairs of events"]
+    assert told[1:] == [f"pairing {count} and {count} events", f"compared {count} of {count} events"]
     for form in FORMATS:
         told.clear()
         export(trace, form, tmp_path / form, told.append)
-        assert told == [f"wrote {count} of {count} events"], form
+        assert told[-1] == f"wrote {count} of {count} events" and told[0].startswith("wrote "), form
 
 
 def test_a_command_under_way_shows_its_line_and_wipes_it_before_it_answers(
