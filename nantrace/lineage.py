@@ -23,8 +23,9 @@ from nantrace.errors import TraceFormatError
 #: by a nonfinite literal alone. `uninit`: memory nobody wrote. `external`: so before the step. `propagated`: the rest.
 Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
 #: What an external event was before the step. `constant`: a tensor the step held. `unobserved`: an op outside the
-#: recorded region wrote it. `received`: a collective filled it with what other processes had.
-Category = Literal["batch", "param", "buffer", "moment", "constant", "unobserved", "received"]
+#: recorded region wrote it. `received`: a collective filled it with what other processes had. `grad`: it lay in a
+#: parameter's `.grad`.
+Category = Literal["batch", "param", "buffer", "moment", "grad", "constant", "unobserved", "received"]
 Excuse = Literal["skip", "guard", "soft", "returned"]
 
 

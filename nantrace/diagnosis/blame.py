@@ -98,7 +98,7 @@ class _Case:
             return self._silenced(stuck)
         if self.damage.contained or self.damage.births:
             return self._contained()
-        absorbed = next((event for event in self.lineage.events if _was_absorbed(event)), None)
+        absorbed = next((event for event in self.lineage.events if self._was_absorbed(event)), None)
         if absorbed is not None:
             self.evidence.append("Arithmetic turned it into finite values: what it scales is silenced or stuck.")
             return self._say("contained", "state", absorbed)
@@ -167,7 +167,6 @@ class _Case:
                 )
             return "update"
         if self._born_of_updates(event):
-            self.evidence.append("With every update undone the value is not born: the updates before it made it.")
             return "update"
         if self._works_on_weights(event, hit.sink):
             return "update"
@@ -176,22 +175,31 @@ class _Case:
     def _works_on_weights(self, event: OpEvent, sink: Sink) -> bool:
         """Whether code outside the model computed the value for the parameters alone: an average, a projection.
 
-        Such an op need not touch a parameter itself; what it made went into one without passing through a loss.
+        Such an op need not touch a parameter itself; what it made was written into one before a module, or a loss that
+        is differentiated, read it.
         """
+        if event.phase != "loss" or event.carries_grad:
+            return False
         way = self.roots.path(event.id, sink)
-        outside = event.phase == "loss" and not event.carries_grad
-        return outside and bool(way) and way[-1].phase == "update" and all(e.phase in ("loss", "update") for e in way)
+        first = next((e for e in way if e.phase != "loss"), None)
+        return first is not None and first.phase == "update" and (first.inplace or way[-1].phase == "update")
 
     def _born_of_updates(self, event: OpEvent) -> bool:
-        """Whether the value is born because of updates made in this run; a frozen replay tells."""
+        """Whether the value is born because of updates made in this run; a frozen replay tells.
+
+        Without one an explosion of the weights counts, as it cannot have left what came after it alone.
+        """
         earlier = any(time < event.time for *_, time in self.lineage.growth)
         if event.iteration <= 1 or event.kind == "external" or event.phase in ("optimizer", "update") or not earlier:
             return False
         if self.frozen is None:
             self.wants = self.wants or Frozen()
             self.evidence.append("Whether earlier updates of this step led to it was not tested by a replay.")
+            return update_growth(self.lineage, event) is not None
+        if any(_same_birth(event, other) for other in self.frozen.events):
             return False
-        return not any(_same_birth(event, other) for other in self.frozen.events)
+        self.evidence.append("With every update undone the value is not born: the updates before it made it.")
+        return True
 
     def _diverged(self) -> bool:
         """Whether the frozen replay ran differently before the first update already: then it proves nothing."""
@@ -230,7 +238,6 @@ class _Case:
         event = self._earliest(ids)
         hit = next((hit for hit in self.damage.contained if event.id in hit.roots), None)
         if update_growth(self.lineage, event) is not None and self._born_of_updates(event):
-            self.evidence.append("With every update undone the value is not born: the updates before it made it.")
             return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
         self.evidence += [_excuse(hit.sink)] if hit else self._where_it_ended(event)
         if hit and is_bad_unscaled(self.roots, hit):
@@ -241,6 +248,13 @@ class _Case:
         stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
         others = frozenset(e.id for e in births) - {event.id} - frozenset(self.roots.descendants(event.id))
         return self._say("contained", stage, event, hit.sink if hit else None, others=others)
+
+    def _was_absorbed(self, event: OpEvent) -> bool:
+        """Bad state that arithmetic, not a selection or a comparison, turned into finite values, at once or later."""
+        if event.kind != "external" or event.category not in ("param", "buffer", "moment"):
+            return False
+        ends = (self.roots.event(id) for id in self.roots.descendants(event.id))
+        return bool(event.nan or event.posinf) and any(not _SELECTS.search(op) for e in ends for op in e.absorbed_by)
 
     def _where_it_ended(self, event: OpEvent) -> list[str]:
         """The ops that made finite values of it, and what that leaves."""
@@ -330,16 +344,6 @@ def _stage_of_external(event: OpEvent) -> Stage | None:
     if event.category in ("unobserved", "received"):
         return _STAGES.get(event.phase)
     return "input" if event.category in ("batch", "constant") else "state"
-
-
-def _was_absorbed(event: OpEvent) -> bool:
-    """Bad state that arithmetic, not a selection or a comparison, turned into finite values."""
-    return (
-        event.kind == "external"
-        and event.category in ("param", "buffer", "moment")
-        and bool(event.nan or event.posinf)
-        and any(not _SELECTS.search(op) for op in event.absorbed_by)
-    )
 
 
 def _was_abandoned(lineage: Lineage, event: OpEvent) -> bool:

@@ -118,7 +118,7 @@ def _guarded(lineage: Lineage, roots: Roots, sink: Sink, found: frozenset[int]) 
 
 def _was_so_before(roots: Roots, sink: Sink, found: frozenset[int]) -> bool:
     """A tensor that was nonfinite before the step, and that nothing else spoilt, is no effect of the step."""
-    if sink.kind not in ("buffer", "param", "state"):
+    if sink.kind not in ("buffer", "param", "state") and not (sink.kind == "grad" and sink.left):
         return False
     if all(roots.event(id).kind == "external" for id, _ in sink.starts):
         return True

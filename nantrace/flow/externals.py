@@ -33,6 +33,8 @@ class Externals:
         self._known: dict[int, list[External]] = {}  # several that share a storage: the last named first
         self.parameters: dict[int, str] = {}  # id(parameter) -> name
         self._foreign: set[int] = set()
+        self._model = model
+        self._old_gradients = {storage_key(p.grad) for p in model.parameters() if p.grad is not None} - {None}
         self._sized_by_arguments = False
         for path, tensor in tensors_in(batch, "batch"):
             self.add("batch", path, tensor)
@@ -63,9 +65,18 @@ class Externals:
     def get(self, key: int | None, offset: int | None = None) -> External | None:
         """The named tensor of a storage; of several (slices of one table) the one that holds element `offset` of it."""
         known = self._known.get(key, []) if key is not None else []
+        if not known and key in self._old_gradients:
+            return self._old_gradient(key)
         if offset is None or len(known) < 2:
             return known[0] if known else None
         return next((each for each in known if _holds(each.tensor, offset)), known[0])
+
+    def _old_gradient(self, key: int | None) -> External | None:
+        """The gradient that has lain in `.grad` since before the step; held by nobody here, so that it can be freed."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and storage_key(parameter.grad) == key:
+                return External("grad", f"{fqn(name, self._model)}.grad", parameter.grad)
+        return None
 
     def is_state(self, key: int | None, category: Category | None = None) -> bool:
         """Whether this storage holds a parameter or buffer (of `category`)."""

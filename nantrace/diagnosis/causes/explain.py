@@ -132,7 +132,13 @@ def _weights(lineage: Lineage, event: OpEvent) -> Explanation | None:
     return losses.infinite_weight(event, weight) if has_inf(weight) and "loss" in operation(event) else None
 
 
-_OWNERS = {"batch": "the batch:", "param": "parameter", "buffer": "buffer", "moment": "the optimizer state:"}
+_OWNERS = {
+    "batch": "the batch:",
+    "param": "parameter",
+    "buffer": "buffer",
+    "moment": "the optimizer state:",
+    "grad": "the gradient",
+}
 
 
 def _with_sources(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:

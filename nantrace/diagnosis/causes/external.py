@@ -16,6 +16,7 @@ _CAUSE = {
     "param": "bad_param",
     "buffer": "bad_buffer",
     "moment": "bad_moment",
+    "grad": "bad_gradient",
     "constant": "bad_constant",
 }
 _WHAT = {
@@ -23,6 +24,7 @@ _WHAT = {
     "param": "a parameter",
     "buffer": "a buffer",
     "moment": "a tensor of the optimizer state",
+    "grad": "a gradient of an earlier backward",
     "constant": "a tensor from outside the step",
 }
 
@@ -139,6 +141,12 @@ def _checks(event: OpEvent, sparse: bool) -> tuple[str, ...]:
         )
     if event.category == "buffer":
         return _checks_of_buffer(event, name)
+    if event.category == "grad":
+        return (
+            "Call optimizer.zero_grad() before this step's backward and see whether it stays finite: backward adds to "
+            "what lies in .grad.",
+            f"Trace the step before, or whatever else wrote {name}: a step that a check left out keeps its gradients.",
+        )
     return (
         f"Print {name} in the last checkpoints and find the step after which it is nonfinite: trace that step.",
         "Start the optimizer with empty state from the same weights and see whether the step stays finite.",

@@ -41,6 +41,7 @@ CAUSES: dict[str, str] = {
     "bad_param": "A parameter was nonfinite before the step.",
     "bad_buffer": "A buffer was nonfinite before the step.",
     "bad_moment": "The optimizer state was nonfinite before the step.",
+    "bad_gradient": "A gradient that was never cleared was nonfinite before the step.",
     "other_rank": "A collective brought nonfinite values from another process, or its sum left the range.",
     "uninitialised_memory": "Memory that nobody had written was used.",
     "sentinel_escaped": "An infinity or NaN inserted on purpose left the place where it was meant to stay.",
