@@ -16,7 +16,7 @@ import torch
 
 from nantrace.capture.ledger import Clip, OpenStep, detached, number
 from nantrace.capture.lifecycle import parameters_of
-from nantrace.capture.norms import norms_of, total
+from nantrace.capture.norms import Norms, norms_of, total
 from nantrace.capture.raised import without_folders
 from nantrace.capture.updates import Registry, Updates
 from nantrace.capture.weights import WeightSample, is_sampled
@@ -46,6 +46,8 @@ class Books:
         self._waiting: list[Mapping[str, Any]] = []
         self._checkpoint: Mapping[str, Any] | None = None
         self._weight_names: tuple[str, ...] = ()
+        self._with_gradient: set[str] = set()  # parameters that had one in some step
+        self._taken: set[str] = set()  # those of which an optimizer took it
 
     def opened(self, step: OpenStep) -> None:
         """A step begins: what was put on record since the last one belongs to it."""
@@ -81,7 +83,10 @@ class Books:
 
     def gradients(self, step: OpenStep, key: int, named: Named) -> None:
         """Gradients stand as an optimizer is given them; key 0 where none takes them."""
-        step.norms[key] = norms_of(named)
+        found = step.norms[key] = norms_of(named)
+        self._with_gradient.update(found.names, found.unread)
+        if key:
+            self._taken.update(found.names, found.unread)
 
     def clipped(self, step: OpenStep, max_norm: Any, norm: torch.Tensor) -> None:
         step.clips.append(Clip(float(max_norm), norm.detach().clone(), step.scale is None or bool(step.unscaled)))
@@ -155,7 +160,8 @@ class Books:
 
     def _weights_row(self, step: OpenStep) -> dict[str, Any]:
         """Of a sampled step the norm of each gradient and the relative size of its update, in one fixed order."""
-        relative = None if step.weights is None else step.weights.relative()
+        whole = {name: norm for found in step.norms.values() for name, norm in _by_name(found)}
+        relative = None if step.weights is None else step.weights.relative(whole)
         if step.weights is None or relative is None:
             return {}
         # Of a parameter that no optimizer took only the gradient of the sample is known.
@@ -165,7 +171,9 @@ class Books:
             "gradient": [_rounded(norms.get(name)) for name in names],
             "update": [None if size != size else _rounded(size) for size in relative.tolist()],
             "size": [_rounded(size) for size in step.weights.sizes().tolist()],
-            "not_held": step.weights.not_held(),
+            "not_held": [name for name in step.weights.not_held() if name not in self._taken],
+            # No norm here, and yet not without a gradient: in this step or in another.
+            "had_gradient": [name for name in names if name not in norms and name in self._with_gradient],
         }
         if names != self._weight_names:
             self._weight_names = names
@@ -231,7 +239,11 @@ def _clip_row(step: OpenStep, norm: float) -> dict[str, Any]:
 def _unscaled(step: OpenStep) -> Iterator[tuple[str, float]]:
     for key, norms in step.norms.items():
         divisor = _divisor(step, key)
-        yield from ((name, norm / divisor) for name, norm in zip(norms.names, norms.values.tolist(), strict=True))
+        yield from ((name, norm / divisor) for name, norm in _by_name(norms))
+
+
+def _by_name(norms: Norms) -> Iterator[tuple[str, float]]:
+    return zip(norms.names, norms.values.tolist(), strict=True)
 
 
 def _divisor(step: OpenStep, key: int) -> float:

@@ -19,7 +19,7 @@ from nantrace.stats.unwrap import PLAIN, UnreadableError, check_readable, unwrap
 
 @dataclass(frozen=True)
 class Norms:
-    """The 2-norm of each of several tensors.
+    """The norm of each of several tensors.
 
     Attributes:
         names: of the tensors.
@@ -40,7 +40,7 @@ class Norms:
         return found
 
 
-def norms_of(named: Sequence[tuple[str, torch.Tensor]]) -> Norms:
+def norms_of(named: Sequence[tuple[str, torch.Tensor]], order: int = 2) -> Norms:
     """Norms of named tensors, of a DTensor those of its local shard. Call within `Quiet`.
 
     float64 stays float64; everything else is summed in float32, since squares leave float16 early. On a CPU a norm
@@ -60,8 +60,8 @@ def norms_of(named: Sequence[tuple[str, torch.Tensor]]) -> Norms:
         names.append(name)
     parts = []
     for (device, double), (places, tensors) in groups.items():
-        vector = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64 if double else torch.float32))
-        parts.append((tuple(places), _beyond_float32(vector, tensors) if device.type == "cpu" else vector))
+        vector = torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float64 if double else torch.float32))
+        parts.append((tuple(places), _beyond_float32(vector, tensors, order) if device.type == "cpu" else vector))
     return Norms(tuple(names), tuple(parts), tuple(unread))
 
 
@@ -83,13 +83,13 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return plain if plain.is_floating_point() and plain.element_size() > 1 else None
 
 
-def _beyond_float32(norms: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _beyond_float32(norms: torch.Tensor, tensors: Sequence[torch.Tensor], order: int) -> torch.Tensor:
     infinite = torch.isinf(norms).nonzero().flatten().tolist()
     if not infinite:
         return norms
     exact = norms.double()
     for place in infinite:
-        exact[place] = torch.linalg.vector_norm(tensors[place], dtype=torch.float64)
+        exact[place] = torch.linalg.vector_norm(tensors[place], order, dtype=torch.float64)
     return exact
 
 

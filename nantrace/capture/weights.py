@@ -1,11 +1,13 @@
 """How far an update moved each weight, from a sample of its elements.
 
-A whole copy of the weights would cost as much as the update. Changes nothing.
+A whole copy of the weights would cost as much as the update. Where the sample missed what the gradient is made of, such
+as the rows of an embedding that tokens named, nothing is said of the update. Changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,10 @@ import torch
 
 from nantrace.capture.norms import Norms, norms_of, values_of
 
-_ELEMENTS = 64  # of each parameter
+_ELEMENTS = 64  # of each parameter, at least, if it has as many
+#: A sample stands for its weight if the mean magnitude of its gradient is this share of the root mean square of all
+#: of it. The mean, since one large element among many small ones says nothing of these.
+_LIKE = 0.25
 _FIRST, _EVERY = 4, 8  # steps at the beginning that are sampled, and each so many afterwards
 
 
@@ -34,9 +39,8 @@ class WeightSample:
         self._before = [_sample(parameter) for _, parameter in self._named]
         self._sizes = norms_of([(name, part) for (name, _), part in zip(self._named, self._before, strict=True)])
         self._moved: Norms | None = None
-        # An element that nothing depended on, such as a row of an embedding that no token named, is not expected to
-        # move.
-        self._slopes = norms_of([(name, _sample(p.grad)) for name, p in self._named if _has_plain_gradient(p)])  # type: ignore[arg-type]
+        slopes = [(name, _elements(p.grad)) for name, p in self._named if _has_plain_gradient(p)]  # type: ignore[arg-type]
+        self._slopes, self._sums = norms_of(slopes), norms_of(slopes, 1)
         self._held: set[int] = set()
 
     def updated(self) -> None:
@@ -66,34 +70,55 @@ class WeightSample:
     def names(self) -> tuple[str, ...]:
         return self._sizes.names
 
-    def relative(self) -> npt.NDArray[np.float64] | None:
-        """Norm of the change over the norm of the weight; NaN where the weight is zero or no element of the sample had
-        a gradient. None without an update.
+    def relative(self, whole: Mapping[str, float]) -> npt.NDArray[np.float64] | None:
+        """Norm of the sample's change over the norm of the sample. None without an update.
 
-        Waits for the device.
+        NaN where the weight is zero or in no optimizer of this step, and where the sample does not stand for it: an
+        element on which nothing depended, or next to nothing, is not expected to move. Waits for the device.
+
+        Args:
+            whole: norms of whole gradients as they stood before the update, of those that are known.
         """
         if self._moved is None:
             return None
-        slopes = self.slopes()
-        sloped = np.array([slopes.get(name, 1.0) != 0 for name in self.names], dtype=bool)
-        sizes = self._sizes.values
+        sums, sizes = dict(zip(self._sums.names, self._sums.values.tolist(), strict=True)), self._sizes.values
+        stands = [self._stands(place, sums.get(name), whole.get(name)) for place, name in enumerate(self.names)]
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where((sizes > 0) & sloped, self._moved.values / sizes, np.nan)
+            return np.where((sizes > 0) & np.array(stands, dtype=bool), self._moved.values / sizes, np.nan)
+
+    def _stands(self, place: int, slope: float | None, whole: float | None) -> bool:
+        """Whether the sample of a parameter stands for it: by the magnitudes of its slope, and the whole norm."""
+        parameter, sample = self._named[place][1], self._before[place]
+        if id(parameter) not in self._held:
+            return False
+        if slope is None or whole is None:  # of a sparse gradient, say, or of one that no optimizer took
+            return slope is not None and slope != 0
+        usual = whole * sample.numel() / math.sqrt(parameter.numel())
+        return slope != 0 and not slope < _LIKE * usual  # NaN is no reason
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    return values_of(parameter) is parameter and parameter.numel() > 0 and parameter.is_contiguous()
+    return values_of(parameter) is parameter and parameter.numel() > 0 and _is_dense(parameter)
 
 
 def _has_plain_gradient(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
-    return gradient is not None and values_of(gradient) is gradient and gradient.is_contiguous()
+    if gradient is None or values_of(gradient) is not gradient:
+        return False
+    return gradient.shape == parameter.shape and gradient.stride() == parameter.stride()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _elements(parameter: torch.Tensor) -> torch.Tensor:
-    """Evenly spread elements, as a view."""
-    flat = parameter.detach().view(-1)
-    return flat[:: max(1, flat.numel() // _ELEMENTS)]
+    """Evenly spread elements in the order of memory, as a view; of a matrix not all in one column."""
+    count = parameter.numel()
+    every = max(1, count // _ELEMENTS)
+    while math.gcd(every, parameter.shape[-1] if parameter.dim() else 1) > 1:
+        every -= 1
+    return parameter.detach().as_strided((-(-count // every),), (every,), parameter.storage_offset())
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:

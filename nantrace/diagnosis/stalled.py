@@ -1,8 +1,9 @@
 """Weights that stand still over the traced steps: no gradient, a gradient of zero, or an update too small to matter.
 
-Reads what the ledger sampled of each parameter that requires a gradient. Frozen parameters are not in it; one that is
-zero and was never moved may be meant to begin that way and is left alone, and so is one whose gradient is rounding
-beside those of the others. Pure.
+Reads what the ledger sampled of each parameter that requires a gradient: whole gradients, and the update of 64 elements
+or some more, where the gradient of these was like that of the rest. Frozen parameters are not in it; one that is zero
+and was never moved may be meant to begin that way and is left alone, and so is one whose gradient is rounding beside
+those of the others. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from nantrace.diagnosis.observation import Observation
 from nantrace.events import Trace
-from nantrace.steps import is_nonfinite, rates, told
+from nantrace.steps import had_scale, is_nonfinite, likely, rates, told
 
 Table = npt.NDArray[np.float64]
 
@@ -32,7 +33,8 @@ _NAMES = 4
 class _Window:
     """Sampled steps x parameters: norms of gradients, updates relative to the weight, and norms of weights.
 
-    NaN where there is no gradient, or no update to tell. `not_held` names what no optimizer held in any of the steps.
+    NaN where there is no gradient, or no update to tell. `not_held` names what no optimizer held in any of the steps;
+    `had_gradient` what had a gradient of which the steps tell no norm: it was sparse, or came in a step between.
     """
 
     names: tuple[str, ...]
@@ -41,6 +43,7 @@ class _Window:
     update: Table
     size: Table
     not_held: frozenset[str]
+    had_gradient: frozenset[str]
 
 
 def stalled(trace: Trace, *, gradient: float = GRADIENT, update: float = UPDATE) -> tuple[Observation, ...]:
@@ -63,6 +66,7 @@ def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Ite
     is_zero = (window.size == 0).all(axis=0)
     unheld: npt.NDArray[np.bool_] = np.array([name in window.not_held for name in window.names], dtype=bool)
     missing = np.asarray(np.isnan(window.gradient).all(axis=0))
+    untold: npt.NDArray[np.bool_] = np.array([name in window.had_gradient for name in window.names], dtype=bool)
     zero = (gradients == 0).all(axis=0) & ~is_zero
     rounding = _is_rounding(window)
     tiny = (gradients <= gradient).all(axis=0) & ~zero & ~is_zero
@@ -72,7 +76,7 @@ def _found(trace: Trace, window: _Window, gradient: float, update: float) -> Ite
     unmoved = rest & ~moved
     slow = rest & moved & (np.nan_to_num(window.update) <= update).all(axis=0)
     yield from _told(window, unheld & ~missing, "not_in_optimizer", *_NOT_HELD)
-    yield from _told(window, missing, "no_gradient", *_NO_GRADIENT)
+    yield from _told(window, missing & ~untold, "no_gradient", *_NO_GRADIENT)
     yield from _told(window, zero, "zero_gradient", *_zero_words(trace))
     yield from _told(window, small, "small_gradient", f"had a gradient norm of at most {gradient:g}", *_SMALL)
     yield from _told(window, unmoved, "unmoved", *_UNMOVED)
@@ -98,6 +102,10 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+_SAMPLE = (
+    "Looked at were at least 64 evenly spread elements of each, or all of a small one, whose gradient was like that of "
+    "the rest."
+)
 _NOT_HELD = (
     "had a gradient but were in no optimizer that stepped",
     "They keep the values that they had.",
@@ -106,7 +114,8 @@ _NOT_HELD = (
 _NO_GRADIENT = (
     "never had a gradient",
     "They were no part of what backward went through.",
-    "It leaves open whether they are meant to be used: freeze them, or look for the branch that leaves them out.",
+    "It leaves open whether they are meant to be used, or are in other steps: freeze them, or look for the branch that "
+    "leaves them out.",
 )
 _SMALL = (
     "Their part of the loss has all but no slope.",
@@ -116,16 +125,18 @@ _UNMOVED = (
     "had a gradient and were not moved by any update",
     "No update reached the sampled elements.",
     "Look at the learning rate of their group and the dtype of the weights: a small update may be rounded away.",
+    (_SAMPLE,),
 )
 _SLOW = (
     "Updates of this size are lost in the rounding of the weights.",
     "Look at the learning rate of their group and the dtype of the weights.",
+    (_SAMPLE,),
 )
 
 
 def _zero_words(trace: Trace) -> tuple[str, str, str]:
     half = any(site.dtype == "float16" for site in trace.sites)
-    scaled = any(row.get("scale_before") is not None for row in trace.steps)
+    scaled = any(row.get("scale_before") is not None for row in likely(trace.steps, had_scale))
     why = "In float16 a gradient below 6e-8 becomes zero" + (
         "." if scaled else ", and no gradient scaler was seen." if half else "; so does one that a mask or ReLU cuts."
     )
@@ -133,7 +144,13 @@ def _zero_words(trace: Trace) -> tuple[str, str, str]:
 
 
 def _told(
-    window: _Window, which: npt.NDArray[np.bool_], kind: str, what: str, proves: str, leaves_open: str
+    window: _Window,
+    which: npt.NDArray[np.bool_],
+    kind: str,
+    what: str,
+    proves: str,
+    leaves_open: str,
+    evidence: tuple[str, ...] = (),
 ) -> Iterator[Observation]:
     count, all_ = int(which.sum()), len(window.names)
     if not count or (count < max(1, _SHARE * all_) and kind.startswith("small")):
@@ -145,7 +162,7 @@ def _told(
         window.steps,
         f"{count:,} of {all_:,} parameters ({100 * count / all_:.0f} %) {what} in {len(window.steps)} sampled steps: "
         f"{shown}.",
-        (),
+        evidence,
         proves,
         leaves_open,
     )
@@ -171,6 +188,7 @@ def _window(trace: Trace) -> _Window | None:
         np.array([_numbers(weights["update"], len(names)) for _, weights in rows]),
         np.array([_numbers(weights.get("size", ()), len(names)) for _, weights in rows]),
         frozenset.intersection(*(frozenset(weights.get("not_held", ())) for _, weights in rows)),
+        frozenset().union(*(weights.get("had_gradient", ()) for _, weights in rows)),
     )
 
 
