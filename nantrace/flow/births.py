@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,9 +32,17 @@ def kind_of(call: Call, found: Masks, nan_parents: frozenset[int], inf_parents: 
     return "propagated" if nan_parents or inf_parents else "inserted"
 
 
-def keep(plane: Tensor, scanner: Scanner) -> Summary | Tensor:
-    """What an in-place op is about to overwrite, should its result turn out bad. Autograd does not see it: it listens
-    above the handler that calls this."""
+def keep(overwritten: Sequence[Tensor], scanner: Scanner) -> dict[int, Summary | Tensor]:
+    """What an in-place op is about to overwrite, by the tensor's id, should its result turn out bad. Autograd does not
+    see it: it listens above the handler that calls this."""
+    kept = {}
+    for tensor in overwritten:
+        for plane in planes(tensor):
+            kept[id(tensor)] = _copy(plane, scanner)
+    return kept
+
+
+def _copy(plane: Tensor, scanner: Scanner) -> Summary | Tensor:
     if plane.numel() <= _KEEP:
         return plane.clone()
     low, high = scanner.extent(plane)

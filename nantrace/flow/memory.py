@@ -92,7 +92,7 @@ class Memory:
                 kind = type(value)
                 if kind is Tensor or kind is Parameter:
                     if is_read and value.untyped_storage()._cdata not in finite and value.dtype in FLOATS:
-                        if not self._is_plainly_finite(value):
+                        if not self._plainly_finite(value):
                             return False
                         self.mark_finite(value)
                 elif kind is list or kind is tuple:
@@ -140,32 +140,32 @@ class Memory:
 
     def wrote_plainly(self, tensor: Tensor) -> bool:
         """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""
-        if not self._is_plainly_finite(tensor):
+        key = self._plainly_finite(tensor)
+        if not key:
             return False
-        key = tensor.untyped_storage()._cdata
         if self.unseen:
             self.unseen.pop(key, None)
         self.finite.add(key)
         return True
 
-    def _is_plainly_finite(self, tensor: Tensor) -> bool:
-        """Whether it is plain, small, finite, and stands on memory that never was nonfinite."""
+    def _plainly_finite(self, tensor: Tensor) -> int:
+        """The key of its memory if it is plain, small and finite, and its memory never was nonfinite; 0 if not."""
         kind = type(tensor)
         output = self.scanner.outputs.get(tensor.dtype) if kind is Tensor or kind is Parameter else None
         if output is None:
-            return False
+            return 0
         try:
             storage = tensor.untyped_storage()
             if not 0 < tensor.numel() < SMALL or not tensor.is_cpu or not storage.nbytes():
-                return False
-            if self.tainted and storage._cdata in self.tainted:
-                return False
+                return 0
+            key: int = storage._cdata
+            if key in self.tainted:
+                return 0
             _aminmax(tensor, out=output[0])
         except RuntimeError:  # sparse, nested, functorch: no memory of its own, or no such statistic
-            return False
+            return 0
         low, high = output[1].tolist()
-        finite: bool = low > -_INFINITY and high < _INFINITY  # false for NaN
-        return finite
+        return key if low > -_INFINITY and high < _INFINITY else 0  # false for NaN
 
     def wrote(self, plane: Tensor) -> bool:
         """A plane was just written: whether it is finite."""

@@ -50,6 +50,7 @@ class OpFacts:
         collective: other processes write into its outputs, after it has returned.
         received: names of the arguments that a collective fills.
         writes_self: writes into its first argument, one tensor, into nothing else, and returns it.
+        touches: changes memory that was there before, by its schema or as a collective.
         makes: "tensor" for an op that puts out one tensor, either new or the `self` it wrote into, "tensors" for one
             that puts out several new ones, "number" for a host read; None for all others. Those write nothing else.
         func: the op itself; holding it keeps its id its own.
@@ -57,7 +58,7 @@ class OpFacts:
 
     __slots__ = (
         "announces", "arguments", "collective", "func", "host_read", "listwise", "makes", "maybe_view", "mutates",
-        "op", "position", "reads", "received", "unwritten", "view", "writes", "writes_self",
+        "op", "position", "reads", "received", "touches", "unwritten", "view", "writes", "writes_self",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -76,6 +77,7 @@ class OpFacts:
         self.received = _received(name, self.arguments) if self.collective else ()
         if self.collective:  # what only takes results holds nothing yet
             self.reads = tuple(not name.startswith("output") for name in self.arguments)
+        self.touches = self.mutates or self.collective
         aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         # Under inference mode `reshape`, `to` and the like arrive whole: they may copy.
         self.maybe_view = aliases and bool(getattr(func, "_can_decompose", bool)())

@@ -181,42 +181,49 @@ class OpRecorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         try:
-            call = self._before(func, args, kwargs)
+            facts = self._facts.get(id(func)) or self._learn(func)  # hashing an op itself runs Python code
+            call = self._before(facts, args, kwargs)
         except Exception as error:
             self.fail(error)
             return func(*args, **kwargs)
-        if call is None:  # a view: hands memory on, reads and writes nothing
+        if facts.view:  # hands memory on, reads and writes nothing
             return func(*args, **kwargs)
         try:
             out = func(*args, **kwargs)
         except Exception:
+            call = call or Call(facts, args, kwargs)
             self._raised = (self.time, call.read_ids())
             raise
         try:
-            if self._selective or call.bad or not self._is_quiet(call.facts.makes, out):
-                self._after(call, out)
+            loud = self._selective or (call is not None and call.bad)
+            if loud or not self._is_quiet(facts.makes, out):
+                self._after(call or Call(facts, args, kwargs), out)
         except Exception as error:
             self.fail(error)
         return out
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
-        """Look at what the op is about to read; None for an op that only hands memory on."""
-        facts = self._facts.get(id(func))  # hashing an op itself runs Python code
-        if facts is None:
-            facts = self._facts[id(func)] = facts_of(func)
+    def _learn(self, func: Any) -> OpFacts:
+        facts = self._facts[id(func)] = facts_of(func)
+        return facts
+
+    def _before(self, facts: OpFacts, args: Any, kwargs: Any) -> Call | None:
+        """Look at what the op is about to read; None if all of that is finite and the op overwrites nothing."""
         self.time += 1
         number: int = _sequence_number() - 1
         if number > self._places.links.last:
             self._places.link(facts.op, number, _running_backward(), args, self.time)
         if facts.view:
             return None
-        call = Call(facts, args, kwargs)
         memory = self._memory
         filled = memory.unseen and facts.op == "aten.copy_"
         self._chronicle.filling = memory.who_wrote(args[0]) if filled else None
-        if not memory.are_finite(args, facts.reads) or (
-            kwargs and not memory.are_finite(kwargs.values(), repeat(True))
-        ):
+        finite = memory.are_finite(args, facts.reads) and (
+            not kwargs or memory.are_finite(kwargs.values(), repeat(True))
+        )
+        if finite and not facts.touches:
+            return None
+        call = Call(facts, args, kwargs)
+        if not finite:
             call.bad = self._look_at_inputs(call)
         if facts.mutates:
             self._before_writing(call, number)
@@ -246,26 +253,23 @@ class OpRecorder(TorchDispatchMode):
         by_hand = rounds.state == "after_backward" and not rounds.in_optimizer and not places.stack and call.task < 0
         if by_hand and any(self._externals.is_state(storage_key(a.tensor)) for a in call.written):
             rounds.updated_by_hand(self.time)
-        if facts.writes_self:
-            overwritten = call.args[:1] if facts.reads[0] else ()
-        else:
-            overwritten = [a.tensor for a in call.written if call.reads(a)]
-        scanner = self._memory.scanner
-        call.kept = {id(tensor): keep(plane, scanner) for tensor in overwritten for plane in planes(tensor)}
+        if not facts.writes_self:
+            call.kept = keep([a.tensor for a in call.written if call.reads(a)], self._memory.scanner)
+        elif facts.reads[0]:
+            call.kept = keep(call.args[:1], self._memory.scanner)
 
     # ------------------------------------------------------------------------------------------------ outputs
     def _is_quiet(self, makes: str | None, out: Any) -> bool:
         """Whether all that an op put out is plain and finite, and nobody is to be told of it: so it is of almost every
         op, and the long way would find nothing. In doubt, not."""
         if makes == "tensor":
-            return self._wrote_quietly(out)
+            return self._memory.wrote_plainly(out) or self._is_integer(out)
         if makes == "tensors":
-            return all(tensor is None or self._wrote_quietly(tensor) for tensor in out)
+            return all(each is None or self._memory.wrote_plainly(each) or self._is_integer(each) for each in out)
         return makes == "number" and not self._host
 
-    def _wrote_quietly(self, tensor: Any) -> bool:
-        if self._memory.wrote_plainly(tensor):
-            return True
+    def _is_integer(self, tensor: Any) -> bool:
+        """Whether it can hold nothing nonfinite, and no test of something nonfinite either."""
         return isinstance(tensor, Tensor) and tensor.dtype in INTEGERS and not self._host
 
     def _after(self, call: Call, out: Any) -> None:

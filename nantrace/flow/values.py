@@ -24,7 +24,6 @@ INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 #: Their values are counted as not read.
 QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _PLAIN = (Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 #: From this many elements on one pass of `sum` is cheaper than `aminmax`, which has less to set up.
@@ -65,11 +64,11 @@ def planes(tensor: Tensor, unread: dict[str, int] | None = None) -> tuple[Tensor
     no memory and holds zeros: nothing to read, nothing to count.
     """
     if type(tensor) in _PLAIN:
-        if tensor.is_cpu and tensor.dtype in FLOATS and tensor.layout is _STRIDED and not tensor.is_nested:
+        if tensor.is_cpu and tensor.dtype in FLOATS and not tensor.is_nested:
             try:
                 holds = tensor.untyped_storage().nbytes() and tensor.numel() and not tensor._is_zerotensor()
                 return (tensor,) if holds else ()
-            except RuntimeError:  # functorch's wrappers have no storage to ask
+            except RuntimeError:  # sparse tensors and functorch's wrappers have no storage to ask
                 pass
     else:
         tensor = local(tensor)
