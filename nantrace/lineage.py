@@ -21,6 +21,7 @@ from nantrace.errors import TraceFormatError
 
 #: How an event came to be nonfinite. `nan`: NaN out, none in. `inf`: infinity out, all finite in. `inserted`: explained
 #: by a nonfinite literal alone. `uninit`: memory nobody wrote. `external`: so before the step. `propagated`: the rest.
+#: Of an elementwise op, "in" is what stands in the same element; one that also passes others on is `nan` or `inf`.
 Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
 #: What an external event was before the step. `constant`: a tensor the step held. `unobserved`: an op outside the
 #: recorded region wrote it. `received`: a collective filled it with what other processes had. `grad`: it lay in a
@@ -74,6 +75,7 @@ class OpEvent:
     samples: tuple[int, ...] = ()  # indices along dim 0 that hold a nonfinite element, if dim 0 is the batch
     nan_parents: tuple[int, ...] = ()
     inf_parents: tuple[int, ...] = ()
+    beside: tuple[str, ...] = ()  # "nan", "inf": elements of an elementwise op born beside those that parents explain
     node_key: tuple[int, int, str] | None = None
     outputs: int = 1  # how many tensors the op put out
     inplace: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor
 from nantrace.flow.births import is_datalike, kind_of, operands, output_fields, scalars
 from nantrace.flow.calls import Call
 from nantrace.flow.context import Context, Whereabouts
+from nantrace.flow.elements import explained
 from nantrace.flow.externals import External, Externals
 from nantrace.flow.host import HostReads
 from nantrace.flow.memory import Memory, Unseen
@@ -107,7 +108,13 @@ class Chronicle:
         nan_parents = frozenset().union(*(look.nan_ids for look in looks))
         inf_parents = frozenset().union(*(look.inf_ids for look in looks))
         found = masks(plane)
+        single = explained(call, plane, found, self.memory.who) if literal is None and call.bad else None
+        if single is not None:
+            nan_parents, inf_parents = single.nan_ids, single.inf_ids
         kind = kind_of(call, found, nan_parents, inf_parents)
+        beside = single.born if single is not None and (nan_parents or inf_parents) else ()
+        if kind == "propagated" and beside:
+            kind = "nan" if "nan" in beside else "inf"
         born = kind in ("nan", "inf", "inserted")
         event = OpEvent(
             id=len(self._lineage.events) + 1,
@@ -119,6 +126,7 @@ class Chronicle:
             **output_fields(plane, found, self._externals.batch_size, described=born),
             nan_parents=tuple(sorted(nan_parents)),
             inf_parents=tuple(sorted(inf_parents)),
+            beside=beside,
             outputs=outputs,
             inplace=call.facts.mutates,
             carries_grad=call.task >= 0 or call.needs_grad(),

@@ -26,13 +26,14 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True)
 class Look:
-    """What is nonfinite in a tensor, and the ids of the events that wrote it."""
+    """What is nonfinite in a tensor, where, and the ids of the events that wrote it."""
 
     nan: int
     posinf: int
     neginf: int
     nan_ids: frozenset[int]
     inf_ids: frozenset[int]
+    masks: Masks | None = None
 
     @property
     def ids(self) -> frozenset[int]:
@@ -123,18 +124,18 @@ class Memory:
             if self.scanner.is_finite(plane):
                 continue
             found = masks(plane)
-            nan_ids = self._wrote(plane, found.nan_mask) if found.nan else frozenset()
-            inf_ids = self._wrote(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
+            nan_ids = self.who(plane, found.nan_mask) if found.nan else frozenset()
+            inf_ids = self.who(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
             if 0 in nan_ids or 0 in inf_ids:
                 id = self._external(plane, found)
                 self.writers.adopt(plane, found.bad, id)
                 self.finite.discard(plane.untyped_storage()._cdata)
                 nan_ids = frozenset(i or id for i in nan_ids)
                 inf_ids = frozenset(i or id for i in inf_ids)
-            return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids)
+            return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids, found)
         return None
 
-    def _wrote(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
+    def who(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
         """Ids of the events that wrote these elements; 0 among them if somebody unseen did."""
         return frozenset(self._unwritten(id) if id < 0 else id for id in self.writers.of(plane, mask))
 

@@ -192,7 +192,7 @@ class OpRecorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         except Exception:
             call = call or Call(facts, args, kwargs)
-            self._raised = (self.time, call.read_ids())
+            self._raised = (self.time, self._host.hit(call))
             raise
         try:
             loud = self._selective or (call is not None and call.bad)

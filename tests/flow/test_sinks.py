@@ -160,6 +160,12 @@ def test_an_exception_points_at_the_bad_inputs_of_the_op_that_raised() -> None:
     assert sink(recording.lineage, "exception", "RuntimeError").starts == ((1, "nan"),)
 
 
+def test_an_exception_over_a_code_that_a_bad_input_led_to_points_at_that_input() -> None:
+    recording = recording_of(lambda: torch.linalg.cholesky(torch.log(torch.zeros(1, 1))))
+    assert isinstance(recording.error, torch.linalg.LinAlgError)  # raised over an integer that tells of the failure
+    assert (1, "inf") in sink(recording.lineage, "exception", type(recording.error).__name__).starts
+
+
 def test_an_exception_without_any_bad_value_is_no_sink() -> None:
     recording = recording_of(lambda: torch.ones(2) @ torch.ones(3))
     assert recording.error is not None and recording.lineage.sinks == []
