@@ -135,8 +135,25 @@ def made_elsewhere(seen: Seen, row: int) -> bool:
 
 def differentiated_before(seen: Seen, row: int) -> bool:
     """Whether the step asked for a gradient as a value (autograd.grad) before `row`."""
-    losses = seen.rows(int(seen.step[row]), Role.LOSS)
-    return any(r < row and seen.site(int(r)).slot.startswith("differentiated value") for r in losses)
+    return any(_is_value(seen, int(r)) for r in seen.rows(int(seen.step[row]), Role.LOSS) if r < row)
+
+
+def asked_for(seen: Seen, row: int) -> list[int]:
+    """Gradients before `row` that the step computed as values: a penalty, a force, an attack may be made of them."""
+    step = int(seen.step[row])
+    passes = [int(r) for r in seen.rows(step, Role.LOSS) if r < row]
+    if not any(_is_value(seen, each) for each in passes):
+        return []
+    found = []
+    for each, following in zip(passes, [*passes[1:], row], strict=True):
+        if _is_value(seen, each):
+            gradients = seen.rows(step, Role.GRAD_OUTPUT, Role.GRAD_INPUT)
+            found += [int(r) for r in gradients if each < r < following]
+    return found
+
+
+def _is_value(seen: Seen, loss: int) -> bool:
+    return seen.site(loss).slot.startswith("differentiated value")
 
 
 def _code_around(seen: Seen, call: Call, row: int) -> Call | None:

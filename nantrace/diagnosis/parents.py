@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from nantrace.diagnosis.backward import gradient_maker, same_gradient
+from nantrace.diagnosis.backward import asked_for, gradient_maker, same_gradient
 from nantrace.diagnosis.marks import reads_masks
 from nantrace.diagnosis.seen import LARGEST, Call, Handed, Seen
 from nantrace.events import Phase, Role
@@ -193,11 +193,11 @@ def _around(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
 
 
 def _outside(seen: Seen, row: int) -> tuple[int, ...]:
-    """What code outside every module can have read: the batch, and what the outermost calls returned."""
+    """What code outside every module can have read: the batch, what the outermost calls returned, and gradients."""
     step = int(seen.step[row])
     batch = [int(r) for r in seen.rows(step, Role.INPUT) if seen.call[r] == 0]
     made = _alive(seen, (step, None), lambda: _outermost(seen, step), row)
-    return tuple(sorted({*_bad(seen, batch, row), *made}))
+    return tuple(sorted({*_bad(seen, batch, row), *_bad(seen, asked_for(seen, row), row), *made}))
 
 
 def _outermost(seen: Seen, step: int) -> list[Call]:

@@ -9,7 +9,7 @@ import pytest
 
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Phase
+from nantrace.events import Phase, Role
 from nantrace.lineage import Lineage
 from tests.diagnosis.written import NAN, NEGINF, POSINF, Written
 
@@ -581,3 +581,19 @@ def test_a_parameter_of_a_submodule_that_is_never_called_is_read_by_the_module_a
     verdict = uncalled_parameter("attn.out_proj.weight")
     assert (verdict.stage, verdict.origin and verdict.origin.tensor) == ("state", "attn.out_proj.weight")
     assert uncalled_parameter("other.out_proj.weight").stage == "forward"
+
+
+@pytest.mark.parametrize("slot", ("differentiated value", "loss"))
+def test_a_gradient_that_was_asked_for_explains_a_loss_made_of_it(slot: str) -> None:
+    written = Written(inner="Distance")
+    with written.call("") as model:
+        inner = written.run("inner")
+    written.row(None, Phase.LOSS, Role.LOSS, slot)
+    written.grad_output("", model)
+    written.grad_output("inner", inner)
+    written.grad_input("inner", inner, **NAN)
+    written.loss(**NAN)
+    verdict = judge(written)
+    expected = ("backward", "inner") if slot == "differentiated value" else ("loss", None)
+    assert verdict.origin is not None
+    assert (verdict.status, verdict.stage, verdict.origin.module) == ("fault", *expected)
