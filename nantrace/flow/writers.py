@@ -73,6 +73,9 @@ class Writers:
         if width != plane.element_size():
             ids.fill_(writer)
         else:
+            for dim, (size, stride) in enumerate(zip(plane.shape, plane.stride(), strict=True)):
+                if stride == 0 and size > 1:  # expanded: many elements, one place in memory
+                    plane, mask = plane.narrow(dim, 0, 1), mask.any(dim, keepdim=True)
             _like(ids, plane).masked_fill_(mask, writer)
 
     def adopt(self, plane: Tensor, mask: Tensor, writer: int) -> None:

@@ -214,3 +214,9 @@ def test_numbers_taken_after_writing_into_a_view_are_the_writer_s() -> None:
 def test_a_schema_says_what_an_op_does(func: Any, expected: dict[str, Any]) -> None:
     facts = OpFacts(func)
     assert {name: getattr(facts, name) for name in expected} == expected
+
+
+def test_an_expanded_tensor_is_read_without_a_warning() -> None:
+    marks = torch.tensor([0.0, -INF, 1.0])
+    lineage = recorded(lambda: marks.expand(4, 3) - 1.0)
+    assert (lineage.event(1).kind, lineage.event(2).inf_parents) == ("external", (1,))
