@@ -192,6 +192,7 @@ def _one_of_several(updates: Updates, counts: Counts, open_: Counts) -> dict[str
         "attempted_total": before + updates.attempted + open_[0],
         "committed_total": before + updates.committed + open_[1],
         "skipped_total": updates.skipped + open_[2],
+        **({} if updates.before is None else {"committed_before": before}),
     }
 
 

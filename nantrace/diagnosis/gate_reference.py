@@ -57,11 +57,17 @@ class Compared:
 
 def losses(a: Window, reference: Window, thresholds: Thresholds) -> Compared:
     """Losses of the updates that both committed."""
-    return _compared(_points(a, _loss), _points(reference, _loss), thresholds, thresholds.loss_tolerance, "losses")
+    a, reference, why = _aligned(a, reference)
+    if why:
+        return Compared(unseen=why)
+    return _compared((a, reference), _loss, thresholds, thresholds.loss_tolerance, "losses")
 
 
 def norms(a: Window, reference: Window, thresholds: Thresholds) -> Compared:
     """Norms of the gradients, without the scale; before clipping where that is known of both."""
+    a, reference, why = _aligned(a, reference)
+    if why:
+        return Compared(unseen=why)
     clipped = [any("clip" in row for row in window.rows) for window in (a, reference)]
     measure: Callable[[Row], Any] = _norm
     if any(clipped):
@@ -70,8 +76,7 @@ def norms(a: Window, reference: Window, thresholds: Thresholds) -> Compared:
             measure = _before_clipping
         elif not all(clipped):
             return Compared(unseen="only one of the two runs clipped its gradients before their norm was read")
-    tolerance = thresholds.norm_tolerance
-    return _compared(_points(a, measure), _points(reference, measure), thresholds, tolerance, "gradient norms")
+    return _compared((a, reference), measure, thresholds, thresholds.norm_tolerance, "gradient norms")
 
 
 def seconds(
@@ -95,7 +100,27 @@ def seconds(
     return "", detailed[0], detailed[1]
 
 
-def _compared(a: list[Point], b: list[Point], thresholds: Thresholds, tolerance: float, what: str) -> Compared:
+def _aligned(a: Window, reference: Window) -> tuple[Window, Window, str]:
+    """Both with updates counted by the same optimizers; the last is why there are none such.
+
+    Where some optimizers' state tells how many updates a run had committed before its trace, only these count: of the
+    others, in the same run, it is not known.
+    """
+    sides = (a, reference)
+    resumed = [side.resumed for side in sides if side.resumed]
+    if not resumed:
+        return a, reference, ""
+    names = sorted(frozenset.intersection(*resumed))
+    if not names or any(name not in side.totals for name in names for side in sides):
+        said = " and ".join(", ".join(sorted(side.totals)) or "one optimizer" for side in sides)
+        return a, reference, f"nothing counts the updates of both runs alike (the optimizers are {said})"
+    return a.counted_by(names), reference.counted_by(names), ""
+
+
+def _compared(
+    sides: tuple[Window, Window], measure: Callable[[Row], Any], thresholds: Thresholds, tolerance: float, what: str
+) -> Compared:
+    a, b = (_points(side, measure) for side in sides)
     if not a or not b:
         return Compared(unseen=f"the {'trace' if not a else 'reference'} holds no finite {what} of committed updates")
     low, high = max(a[0].at, b[0].at), min(a[-1].at, b[-1].at)
@@ -107,7 +132,8 @@ def _compared(a: list[Point], b: list[Point], thresholds: Thresholds, tolerance:
         )
     found, limit = _deviations([p.value for p in mine], [p.value for p in its], thresholds.quantile, tolerance)
     beyond = tuple(point.step for point in mine if point.value > limit)
-    return Compared(found, f"{low:,} to {high:,}", beyond, max(mine, key=lambda point: point.value))
+    since = " of each trace" if not any(side.counts_the_run for side in sides) else ""
+    return Compared(found, f"{low:,} to {high:,}{since}", beyond, max(mine, key=lambda point: point.value))
 
 
 def _deviations(

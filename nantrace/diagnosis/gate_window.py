@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -79,6 +79,10 @@ class Window:
         rows: of the ledger, in order.
         positions: how many updates had been committed when each of them had ended, counted from the run's first update
             where the ledger knows it, else from the trace's.
+        totals: the same of each optimizer by its name, of those that are told apart.
+        resumed: names of optimizers whose own state had counted updates before the trace. The others' updates are
+            counted from the beginning of the trace, wherever in the run that was.
+        counts_the_run: an optimizer's state told how many updates had been committed before the trace.
         explained: numbers of steps of which a note says why they did not go as others.
         has_ledger: False where only the numbers of the steps are known.
     """
@@ -87,6 +91,9 @@ class Window:
     positions: tuple[int, ...]
     explained: frozenset[int]
     has_ledger: bool = True
+    totals: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    resumed: frozenset[str] = frozenset()
+    counts_the_run: bool = False
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
@@ -94,6 +101,11 @@ class Window:
 
     def count(self, name: str) -> int:
         return sum(_whole(row.get(name)) for row in self.rows)
+
+    def counted_by(self, optimizers: Iterable[str]) -> Window:
+        """The same with positions that count the updates of these optimizers alone."""
+        chosen = [self.totals[name] for name in optimizers]
+        return replace(self, positions=tuple(map(sum, zip(*chosen, strict=True))))
 
     @cached_property
     def taken_up(self) -> list[tuple[Row, int]]:
@@ -127,8 +139,19 @@ def window_of(trace: Trace, thresholds: Thresholds) -> Window:
         raise NantraceError(_empty(where, len(rows), attempted[-1], thresholds.warm_up))
     explained = _explained(rows, thresholds.explained_by)
     places = [at for at in range(begin, len(rows)) if _happened(rows[at])]
-    positions = _positions(rows)
-    return Window(tuple(rows[at] for at in places), tuple(positions[at] for at in places), explained)
+    counted = list(itertools.accumulate(_whole(row.get("committed")) for row in rows))
+    positions, told = _positions(rows, counted), _told_apart(rows)
+    totals = {name: _between(of, counted) for name, of in told.items()}
+    return Window(
+        tuple(rows[at] for at in places),
+        tuple(positions[at] for at in places),
+        explained,
+        totals={name: tuple(found[at] for at in places) for name, found in totals.items()},
+        counts_the_run=any("totals_from" in row for row in rows),
+        resumed=frozenset(
+            name for name, of in told.items() if any("committed_before" in share for share in of.values())
+        ),
+    )
 
 
 def number(row: Row) -> int:
@@ -174,12 +197,34 @@ def _empty(where: str, steps: int, attempted: int, warm_up: int) -> str:
     )
 
 
-def _positions(rows: Sequence[Row]) -> list[int]:
+def _positions(rows: Sequence[Row], counted: Sequence[int]) -> list[int]:
     """Totals from the beginning of the run: a row of numbers alone does not say them, another one may."""
-    counted = list(itertools.accumulate(_whole(row.get("committed")) for row in rows))
     known = next((at for at, row in enumerate(rows) if isinstance(row.get("committed_total"), int)), None)
     before = 0 if known is None else int(rows[known]["committed_total"]) - counted[known]
     return [before + count for count in counted]
+
+
+def _told_apart(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
+    """What the ledger says of each of several optimizers, by name and by the place of the row."""
+    found: dict[str, dict[int, Row]] = {}
+    for at, row in enumerate(rows):
+        for share in row.get("optimizers") or ():
+            found.setdefault(str(share.get("name")), {})[at] = share
+    return found
+
+
+def _between(told: Mapping[int, Row], counted: Sequence[int]) -> list[int]:
+    """An optimizer's committed updates at every row, out of those rows that tell them.
+
+    In between, and after the last of them, it is taken to have its even part of all optimizers' updates.
+    """
+    places = sorted(told)
+    before = _whole(told[places[0]].get("committed_before"))
+    at = [0, *(counted[place] for place in places)]
+    totals = [before, *(_whole(told[place].get("committed_total")) for place in places)]
+    part = (totals[-1] - before) / at[-1] if at[-1] else 1.0
+    left = counted[-1] - at[-1]
+    return [round(each) for each in np.interp(counted, [*at, at[-1] + left], [*totals, totals[-1] + part * left])]
 
 
 def _explained(rows: Sequence[Row], kinds: Sequence[str]) -> frozenset[int]:

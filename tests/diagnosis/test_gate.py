@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -318,8 +319,9 @@ def test_losses_apart_from_the_reference_fail_with_both_numbers_and_the_step() -
     rule = found.rule("loss_distribution")
     assert (rule.status, rule.steps) == ("failed", (18, 19))
     assert rule.sentence == (
-        "Over committed updates 1 to 20: median 1 where the reference has 1 (+0%), 100% quantile 9 where the reference "
-        "has 1 (+800%); 10% either way is allowed. Beyond that at steps 18, 19; the largest is 9 at step 19."
+        "Over committed updates 1 to 20 of each trace: median 1 where the reference has 1 (+0%), 100% quantile 9 where "
+        "the reference has 1 (+800%); 10% either way is allowed. Beyond that at steps 18, 19; the largest is 9 at step "
+        "19."
     )
     assert rule.numbers["upper"] == 9.0 and rule.numbers["median_percent"] == 0.0
 
@@ -346,6 +348,63 @@ def test_only_updates_that_both_hold_are_compared() -> None:
         "0 losses of committed updates 21 to 40 and 0 of the reference's 1 to 10 belong to the same updates; 8 are "
         "asked."
     )
+
+
+def two_optimizers(
+    kinds: tuple[Any, Any], steps: range, begin: Any = None, every_second: int = 1, **options: Any
+) -> tuple[Trace, Any]:
+    """A run of two optimizers, the second of which steps in some steps only, and where it can be resumed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    x, y = torch.randn(16, 4), torch.randn(16, 1)
+    optimizers = [kind(model[at].parameters(), lr=0.05) for at, kind in zip((0, 2), kinds, strict=True)]
+    for part, state in zip((model, *optimizers), begin or (), strict=False):
+        part.load_state_dict(state)
+    with nantrace.trace(model, on_nonfinite="ignore", **options) as tracer:
+        for step in steps:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            for optimizer in optimizers[: 1 if step % every_second else 2]:
+                optimizer.step()
+    return tracer.trace, copy.deepcopy([part.state_dict() for part in (model, *optimizers)])
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 5}, {"every": 4, "keep_steps": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("kinds", "every_second"),
+    [(("Adam", "SGD"), 1), (("Adam", "SGD"), 2), (("SGD", "Adam"), 1), (("Adam", "Adam"), 1), (("Adam", "Adam"), 2)],
+)
+def test_a_resumed_run_is_compared_by_the_updates_of_optimizers_that_count_them(
+    kinds: tuple[str, str], every_second: int, options: Any
+) -> None:
+    """Adam's state counts its updates and SGD has none: their sum counts neither the run's updates nor the trace's."""
+    classes = tuple(getattr(torch.optim, kind) for kind in kinds)
+    reference, _ = two_optimizers(classes, range(50), every_second=every_second)
+    _, saved = two_optimizers(classes, range(31), every_second=every_second)
+    resumed, _ = two_optimizers(classes, range(31, 50), saved, every_second, **options)
+    rule = gate(resumed, reference=reference).rule("loss_distribution")
+    assert rule.status == "passed"
+    assert rule.numbers["median_percent"] == pytest.approx(0.0, abs=0.1)
+    assert "of each trace" not in rule.sentence
+
+
+def test_runs_whose_updates_nothing_counts_alike_are_not_compared() -> None:
+    kinds = (torch.optim.Adam, torch.optim.SGD)
+    _, saved = two_optimizers(kinds, range(10))
+    resumed, _ = two_optimizers(kinds, range(10, 30), saved)
+    reference, _ = two_optimizers((torch.optim.RMSprop, torch.optim.SGD), range(30))
+    rule = gate(resumed, reference=reference).rule("loss_distribution")
+    assert rule.status == "not_checked"
+    assert rule.sentence == (
+        "Nothing counts the updates of both runs alike (the optimizers are Adam, SGD and RMSprop, SGD)."
+    )
+
+
+def test_updates_that_no_optimizer_counts_are_said_to_be_those_of_each_trace() -> None:
+    runs = [two_optimizers((torch.optim.SGD, torch.optim.SGD), range(20))[0] for _ in range(2)]
+    rule = gate(runs[0], reference=runs[1]).rule("loss_distribution")
+    assert rule.sentence.startswith("Over committed updates 2 to 40 of each trace: median")
 
 
 def test_a_loss_that_passes_through_zero_is_compared_by_its_spread() -> None:
