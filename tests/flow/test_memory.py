@@ -15,6 +15,7 @@ from nantrace.flow.links import Line, Link, Links
 from nantrace.flow.ops import OpFacts
 from nantrace.flow.values import Scanner, masks, planes, readable, summarize, tensors_in
 from nantrace.flow.writers import Writers
+from tests.flow.steps import recorded
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.complex64]
