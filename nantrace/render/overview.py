@@ -32,13 +32,13 @@ def overview(trace: Trace, *, width: int = 80, ascii: bool = False) -> str:
 
 def facts_of_trace(trace: Trace) -> list[tuple[str, str]]:
     """What the trace covers and what it was made with: (label, value)."""
-    bad = nonfinite_rows(trace.events)
+    bad, inside = nonfinite_rows(trace.events), len({site.module for site in trace.sites if site.module})
     facts = [
         ("trace", trace.path or "in memory"),
         ("state", _state(trace)),
         ("steps", f"{len(trace.steps):,}"),
         ("events", f"{len(trace):,}, {int(bad.sum()):,} of them nonfinite"),
-        ("sites", f"{len(trace.sites):,} in {len({site.module for site in trace.sites if site.module}):,} modules"),
+        ("sites", f"{len(trace.sites):,} in {inside:,} module{'' if inside == 1 else 's'}"),
         ("modules", f"{len(trace.modules):,} in the model"),
         ("ops", "recorded" if trace.lineage is not None else "not recorded"),
     ]

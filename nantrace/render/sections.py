@@ -78,7 +78,7 @@ def pictures_html(trace: Trace, verdict: Verdict | None) -> str:
     """Ranges, headroom and ledger."""
     pictures = (
         ("Range along the step: smallest to largest finite magnitude of each event", *ranges_svg(trace, verdict)),
-        ("Headroom: bits left before overflow, by module and step", *headroom_svg(trace, verdict)),
+        ("Headroom: bits left before overflow, by module", *headroom_svg(trace, verdict)),
         ("Ledger: loss, gradient, scale and updates by step", *ledger_svg(trace)),
     )
     return "".join(_figure(*picture) for picture in pictures)

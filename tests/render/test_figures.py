@@ -115,6 +115,32 @@ def test_a_birth_has_its_cell() -> None:
     assert shown.bad[row, column]
 
 
+def test_headroom_of_one_step_tells_its_parts_apart() -> None:
+    """Where a step failed, nearly every module ends nonfinite: as one column the map would be hatched all over."""
+    trace = overflow(1)
+    shown = headroom_map(trace, diagnose(trace))
+    assert shown.columns == ["before", "forward", "backward"] and shown.axis == "part of step 0"
+    assert shown.bits.shape == shown.bad.shape == (len(shown.modules), 3)
+    assert [shown.modules[row] for row in np.flatnonzero(shown.bad[:, 1])][:3] == [
+        "(model)",
+        "block.1",
+        "block.1.ff.wo",
+    ]
+    assert not shown.bad[:, 0].any() and shown.when(0, 2) == "before to forward" and shown.when(1) == "forward"
+    row, column = shown.births[0]
+    assert (shown.modules[row], column) == ("block.1.ff.wo", 1)
+
+
+@given(st.integers(0, 10_000))
+@settings(deadline=None, max_examples=80)
+def test_ticks_are_few_evenly_spaced_and_reach_the_end(count: int) -> None:
+    places = numbers.ticks(count)
+    assert places == sorted(set(places)) and len(places) <= 11 and places[:1] == [0][:count]
+    gaps = set(np.diff(places[:-1]).tolist())
+    assert len(gaps) <= 1 and all(str(gap).rstrip("0") in ("1", "2", "5") for gap in gaps)
+    assert count == 0 or count - 1 - places[-1] < 0.6 * max(gaps, default=count)
+
+
 def test_a_large_model_over_many_steps_is_grouped_and_the_map_says_so() -> None:
     trace = wide(400, steps=300, born=0.5)
     shown = headroom_map(trace)

@@ -20,6 +20,7 @@ from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import TensorStats, Trace
 from nantrace.render.html import cell, page, trace_cell
+from nantrace.render.svg.ledger import ledger_svg
 from tests.render.drawn import all_nan, clean, empty, masked, one_event, overflow, wide
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -218,3 +219,23 @@ def test_a_saved_report_is_the_page(tmp_path: Path) -> None:
     report = nantrace.report(overflow())
     report.save(tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page(report.trace, report.verdict)
+
+
+def test_the_legend_of_a_long_ledger_shows_lines_and_that_of_a_short_one_marks() -> None:
+    rows = [{"step": n, "loss": 1.0 + n, "gradient_norm": 2.0, "scale_before": 65536.0} for n in range(200)]
+    for count, dashes in ((200, 3), (20, 1)):  # the scale has no marks of its own
+        picture, _ = ledger_svg(Trace(overflow().events[:0], (), steps=tuple(rows[:count])))
+        assert picture.count('d="M-9 0H9"') == dashes
+        assert ">65,536</text>" in picture
+    assert [f">{step}</text>" in picture for step in (0, 2, 18, 19)] == [True, True, True, False]
+
+
+def test_a_single_step_has_no_picture_of_its_ledger() -> None:
+    """One mark on an empty plane says less than the table below it."""
+    assert ledger_svg(overflow(1)) == ("", "") and ledger_svg(overflow(2))[0]
+
+
+def test_words_beside_lines_keep_an_edge_of_paper() -> None:
+    markup = _report(overflow())
+    assert markup.count('class="told small"') >= 3 and 'class="told born small"' in markup
+    assert ".told { stroke: var(--paper);" in markup

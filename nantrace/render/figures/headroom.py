@@ -1,4 +1,8 @@
-"""Bits left before overflow, by module and step: which modules come near the limit, and when."""
+"""Bits left before overflow, by module and step: which modules come near the limit, and when.
+
+Of a trace of one step by module and part of it: a step that failed is nonfinite nearly everywhere, and what counts is
+where that began.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace, nonfinite_rows
 from nantrace.render.figures.births import births
 from nantrace.render.figures.numbers import CHUNK, Flags, Floats, Rows, cut, headroom, steps_of
+from nantrace.render.figures.ranges import PARTS, part_of_site
 from nantrace.render.wording import OUTSIDE, plural
 
 MOST_MODULES, MOST_STEPS = 40, 120
@@ -21,11 +26,12 @@ _APART = 4  # rows kept for what is no module of the tree: the model itself, cod
 
 @dataclass(frozen=True)
 class Headroom:
-    """A map of modules x steps.
+    """A map of modules x steps, or x parts of the only step.
 
     Attributes:
         modules: name of each row; of a group its common name and how many it joins.
         steps: first and last step of each column.
+        parts: name of each column if they are parts of one step: "forward", "backward", ...; else empty.
         bits: (rows, columns), the fewest bits left; NaN where nothing finite was seen.
         bad: whether anything nonfinite was seen there.
         births: (row, column) of each birth.
@@ -38,28 +44,60 @@ class Headroom:
     bad: Flags
     births: tuple[tuple[int, int], ...]
     note: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def axis(self) -> str:
+        """What the columns are."""
+        return f"part of step {self.steps[0][0]}" if self.parts else "step"
+
+    @property
+    def columns(self) -> list[str]:
+        """A short name for each column."""
+        return list(self.parts) or [str(first) for first, _ in self.steps]
+
+    def when(self, column: int, count: int = 1) -> str:
+        """What some neighbouring columns stand for: "steps 4 to 9"."""
+        first, last = self.steps[column][0], self.steps[column + count - 1][1]
+        if self.parts:
+            return " to ".join(dict.fromkeys((self.parts[column], self.parts[column + count - 1])))
+        return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def headroom_map(trace: Trace, verdict: Verdict | None = None) -> Headroom:
-    """The map of a whole trace; each cell is the worst of what it joins, in any phase."""
+    """The map of a whole trace; each cell is the worst of what it joins."""
     modules = _modules(trace)
     labels, group_of_site = _rows(trace, modules)
     steps = steps_of(trace)
     begins = cut(len(steps), MOST_STEPS)
     spans = tuple((int(part[0]), int(part[-1])) for part in np.split(steps, begins[1:])) if len(steps) else ()
-    firsts = steps[begins] if len(steps) else steps
-    shape = (len(labels), len(spans))
+    part = part_of_site(trace)
+    parts = np.unique(part[trace.events["site"]]) if len(steps) == 1 else part[:0]
+
+    def columns(events: npt.NDArray[np.void]) -> Rows:
+        if len(parts):
+            return np.asarray(np.searchsorted(parts, part[events["site"]]))
+        return np.asarray(np.searchsorted(steps[begins], events["step"], "right") - 1)
+
+    shape = (len(labels), len(parts) or len(spans))
     bits, bad = np.full(shape, np.nan), np.zeros(shape, dtype=bool)
     for start in range(0, len(trace), CHUNK):
         rows = slice(start, start + CHUNK)
         events = trace.events[rows]
-        cells = (group_of_site[events["site"]], np.searchsorted(firsts, events["step"], "right") - 1)
+        cells = (group_of_site[events["site"]], columns(events))
         np.fmin.at(bits, cells, headroom(trace, rows))
         np.logical_or.at(bad, cells, nonfinite_rows(events))
     events = trace.events[births(trace, verdict)] if len(trace) else trace.events
-    columns = np.searchsorted(firsts, events["step"], "right") - 1
-    born = zip(group_of_site[events["site"]].tolist(), columns.tolist(), strict=True)
-    return Headroom(labels, spans, bits, bad, tuple(dict.fromkeys(born)), _note(len(modules), labels, steps, begins))
+    born = zip(group_of_site[events["site"]].tolist(), columns(events).tolist(), strict=True) if len(events) else ()
+    return Headroom(
+        modules=labels,
+        steps=spans * (len(parts) or 1),
+        bits=bits,
+        bad=bad,
+        births=tuple(dict.fromkeys(born)),
+        note=_note(len(modules), labels, steps, begins),
+        parts=tuple(PARTS[number] for number in parts),
+    )
 
 
 def _note(count: int, labels: Sequence[str], steps: Rows, begins: Rows) -> str:

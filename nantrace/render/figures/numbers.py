@@ -77,6 +77,17 @@ def bounds(trace: Trace, step: int) -> slice:
     return slice(int(np.searchsorted(column, step)), int(np.searchsorted(column, step, "right")))
 
 
+def ticks(count: int) -> list[int]:
+    """Which of `count` places are told on an axis: at most eleven, round numbers of places apart, and the last.
+
+    The last one is left out where the one before it stands too near for two labels.
+    """
+    strides = (factor * 10**power for power in range(19) for factor in (1, 2, 5))
+    stride = next(stride for stride in strides if stride * 10 >= count)
+    places = list(range(0, count, stride))
+    return [*places, count - 1] if places and count - 1 - places[-1] >= 0.6 * stride else places
+
+
 def cut(count: int, most: int) -> Rows:
     """Where at most `most` equal pieces of `count` things begin."""
     size = max(-(-count // most), 1)

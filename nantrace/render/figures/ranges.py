@@ -26,7 +26,8 @@ from nantrace.render.wording import module_of
 
 MOST_BARS = 200
 _MOST_SIDES = 12  # alternations of forward and backward, as gradient accumulation makes; beyond, sides are not told
-_SIDES = ("before", "forward", "backward", "after")
+#: Parts of a step, in order; the first is what was looked at before the model ran.
+PARTS = ("before", "forward", "backward", "after")
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _step(trace: Trace, marked: list[int], step: int | None) -> int | None:
 
 def _starts(trace: Trace, events: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The side of every event, and where bars begin: none spans two sides unless these alternate too often."""
-    side = np.array([_side(site.phase, site.role) for site in trace.sites] or [0], dtype=np.int64)[events["site"]]
+    side = part_of_site(trace)[events["site"]]
     turns = np.flatnonzero(np.diff(side)) + 1
     if len(turns) >= _MOST_SIDES:
         side, turns = np.ones_like(side), turns[:0]
@@ -155,6 +156,11 @@ def _starts(trace: Trace, events: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.
     begins = [0, *turns.tolist()]
     ends = [*turns.tolist(), len(events)]
     return side, np.concatenate([np.arange(a, b, size) for a, b in zip(begins, ends, strict=True)])
+
+
+def part_of_site(trace: Trace) -> npt.NDArray[np.int64]:
+    """For each site the number of its part in `PARTS`; one entry if there are no sites."""
+    return np.array([_side(site.phase, site.role) for site in trace.sites] or [0], dtype=np.int64)
 
 
 def _side(phase: Phase, role: Role) -> int:
@@ -167,7 +173,7 @@ def _side(phase: Phase, role: Role) -> int:
 
 def _sides(side: npt.NDArray[np.int64]) -> tuple[Side, ...]:
     turns = [0, *(np.flatnonzero(np.diff(side)) + 1).tolist(), len(side)]
-    return tuple(Side(_SIDES[side[a]], a, b) for a, b in pairwise(turns))
+    return tuple(Side(PARTS[side[a]], a, b) for a, b in pairwise(turns))
 
 
 def _name(

@@ -5,7 +5,7 @@ The one place that knows whether matplotlib is there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nantrace.errors import NantraceError
 from nantrace.render.cells import harmless, shorten
@@ -38,6 +38,13 @@ def axes(ax: Axes | None, width: float = 9.0, height: float = 4.2) -> Axes:
 def written(name: str, width: int = _NAME) -> str:
     """A name as matplotlib shows it: no control characters, no mathematics, not too long."""
     return shorten(harmless(name), width).replace("$", r"\$")
+
+
+def haloed(width: float = 2.5) -> list[Any]:
+    """A white edge around words or marks, which keeps them legible on lines and hatching."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=width, foreground="white")]
 
 
 def finish(ax: Axes, title: str, note: str = "", legend: bool = True, beside: float = 6.0) -> Axes:

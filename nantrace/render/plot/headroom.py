@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nantrace.render.figures.headroom import Headroom, headroom_map
-from nantrace.render.plot.axes import BAD, axes, empty, finish, written
+from nantrace.render.figures.numbers import ticks
+from nantrace.render.plot.axes import BAD, axes, empty, finish, haloed, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +22,8 @@ _LEAST, _MOST = 4.0, 16.0  # bits: between these the scale of colours ends
 def headroom(trace: Trace, verdict: Verdict | None = None, *, ax: Axes | None = None) -> Axes:
     """Bits left before overflow for each module and step, the fewest in any phase; nonfinite cells are hatched.
 
-    One bit is a factor of two. Dark is near the limit. More than 40 modules are grouped by name, more than 120 steps
-    joined; the picture says so.
+    One bit is a factor of two. Dark is near the limit. Of a trace of one step the columns are its parts: before,
+    forward, backward, after. More than 40 modules are grouped by name, more than 120 steps joined; the picture says so.
 
     Raises:
         NantraceError: matplotlib is not installed.
@@ -35,12 +36,13 @@ def headroom(trace: Trace, verdict: Verdict | None = None, *, ax: Axes | None = 
     _hatched(ax, shown)
     if shown.births:
         rows, columns = zip(*shown.births, strict=True)
-        ax.plot(columns, rows, "*", markersize=15, color=BAD, markeredgecolor="white", label="birth", clip_on=False)
+        star: dict[str, Any] = {"markersize": 13, "color": BAD, "markeredgewidth": 0.0, "path_effects": haloed(7)}
+        ax.plot(columns, rows, "*", label="birth", linestyle="none", clip_on=False, zorder=3, **star)
     names = [written(name, 44) for name in shown.modules]
     ax.set_yticks(np.arange(len(names)), names, fontsize="small")
     _step_ticks(ax, shown)
     ax.set_ylabel("module")
-    finish(ax, "Headroom", shown.note, legend=False)
+    finish(ax, "Headroom: bits left before overflow", shown.note, legend=False)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize="small", frameon=False)
     return ax
@@ -54,7 +56,7 @@ def _colours(ax: Axes, shown: Headroom) -> None:
     bits, colours = np.ma.masked_invalid(shown.bits), colormaps["cividis"].with_extremes(bad="white")
     image = ax.imshow(bits, aspect="auto", interpolation="none", cmap=colours, vmin=0.0, vmax=top)
     bar = ax.figure.colorbar(image, ax=ax, extend="max" if known.size and known.max() > top else "neither", pad=0.02)
-    bar.set_label("bits left before overflow")
+    bar.set_label("bits left")
 
 
 def _hatched(ax: Axes, shown: Headroom) -> None:
@@ -64,14 +66,14 @@ def _hatched(ax: Axes, shown: Headroom) -> None:
     cells = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.argwhere(shown.bad)]
     if not cells:
         return
-    style = {"facecolor": "white", "edgecolor": "black", "hatch": "xxxx", "linewidth": 0.0}
-    ax.add_collection(PatchCollection(cells, **style))  # type: ignore[arg-type]
-    ax.bar([np.nan], [np.nan], label="nonfinite", **style)  # type: ignore[arg-type]
+    style: dict[str, Any] = {"facecolor": "white", "edgecolor": "black", "hatch": "xxxx", "linewidth": 0.0}
+    ax.add_collection(PatchCollection(cells, **style))
+    ax.bar([np.nan], [np.nan], label="nonfinite", **style)
 
 
 def _step_ticks(ax: Axes, shown: Headroom) -> None:
-    places = np.unique(np.linspace(0, len(shown.steps) - 1, min(len(shown.steps), 10)).round().astype(int))
-    ax.set_xticks(places, [str(shown.steps[place][0]) for place in places])
+    places, names = ticks(len(shown.steps)), shown.columns
+    ax.set_xticks(places, [names[place] for place in places])
     ax.set_xlim(-0.5, len(shown.steps) - 0.5)
     ax.set_ylim(len(shown.modules) - 0.5, -0.5)
-    ax.set_xlabel("step")
+    ax.set_xlabel(shown.axis)

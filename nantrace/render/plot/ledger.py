@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from nantrace.events import Trace
 
+_MARKED = 60  # points that are marked one by one on their lines
 _UPDATES = 0.04  # where the strip of updates stands, as a part of the axis' height
 
 
@@ -33,10 +34,11 @@ def ledger(trace: Trace, *, ax: Axes | None = None) -> Axes:
     if shown.is_empty:
         return empty(ax, "Ledger", "the trace holds neither losses nor gradients nor updates")
     _scale_of_axis(ax, shown)
+    loss, gradient = ("-o", "--s") if len(shown.steps) <= _MARKED else ("-", "--")
     if np.isfinite(shown.loss).any():
-        ax.plot(shown.steps, shown.loss, "-o", color=INK, markersize=3, label="loss")
+        ax.plot(shown.steps, shown.loss, loss, color=INK, markersize=3, label="loss")
     if np.isfinite(shown.gradient).any():
-        ax.plot(shown.steps, shown.gradient, "--s", color=GREY, markersize=3, label=shown.gradient_name)
+        ax.plot(shown.steps, shown.gradient, gradient, color=GREY, markersize=3, label=shown.gradient_name)
     _at_edge(ax, shown.steps[shown.loss_bad], 0.98, "x", "loss not finite")
     _at_edge(ax, shown.steps[shown.gradient_bad], 0.94, "^", "gradient not finite")
     _updates(ax, shown)

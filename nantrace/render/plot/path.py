@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nantrace.render.figures.way import Way, way
-from nantrace.render.plot.axes import BAD, GREY, INK, SOFT, axes, empty, finish, written
+from nantrace.render.plot.axes import BAD, INK, SOFT, axes, empty, finish, haloed, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def path(trace: Trace | None, verdict: Verdict, *, ax: Axes | None = None) -> Ax
     _stops(ax, shown)
     names = [written(lane.name, 44) for lane in shown.lanes]
     ax.set_yticks(np.arange(len(names)), names, fontsize="small")
-    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_ylim(len(names) - 0.5, -0.8)  # room for the words at a stop in the first row
     ax.set_xlim(-0.5, max(len(lanes) - 0.2, 1.0))
     ax.set_xticks(np.arange(len(lanes)), [str(number + 1) for number in range(len(lanes))])
     ax.set_xlabel("stops on the way, in order")
@@ -65,5 +65,7 @@ def _stops(ax: Axes, shown: Way) -> None:
                 textcoords="offset points",
                 ha="right" if right else "left",
                 fontsize="x-small",
-                color=GREY,
+                color="black",
+                path_effects=haloed(),
+                annotation_clip=False,
             )

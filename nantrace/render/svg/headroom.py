@@ -9,7 +9,7 @@ import numpy as np
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
 from nantrace.render.figures.headroom import Headroom, headroom_map
-from nantrace.render.svg.marks import RIGHT, TOP, WIDTH, box, mark, picture, steps_below, words
+from nantrace.render.svg.marks import RIGHT, TOP, WIDTH, box, mark, names_below, picture, words
 
 _NAMES = 250  # width of the column of names
 _ROW = 16
@@ -34,7 +34,8 @@ def headroom_svg(trace: Trace, verdict: Verdict | None) -> tuple[str, str]:
     for row, column in shown.births:
         parts.append(mark("star", _NAMES + (column + 0.5) * width, TOP + _ROW * (row + 0.5), "star", "birth"))
     parts += _steps(shown, bottom)
-    told = f"Bits left before overflow in {len(shown.modules)} rows of modules over {len(shown.steps)} columns of steps"
+    over = f"{len(shown.steps)} columns, each a {shown.axis}"
+    told = f"Bits left before overflow in {len(shown.modules)} rows of modules over {over}"
     return picture(parts, bottom + 40, told), shown.note
 
 
@@ -56,9 +57,7 @@ def _cells(shown: Headroom, row: int) -> list[str]:
     for level, run in groupby(levels):
         count = len(list(run))
         x, y = _NAMES + column * width, TOP + _ROW * row
-        first, last = shown.steps[column][0], shown.steps[column + count - 1][1]
-        when = f"step {first}" if first == last else f"steps {first} to {last}"
-        place = f"{shown.modules[row]}, {when}"
+        place = f"{shown.modules[row]}, {shown.when(column, count)}"
         if level == -1:
             parts.append(box(x, y, count * width, _ROW - 1, "hatch", f"{place}: nonfinite"))
         elif level >= 0:
@@ -75,7 +74,7 @@ def _opacity(level: int) -> str:
 def _steps(shown: Headroom, bottom: float) -> list[str]:
     width = _width(shown)
     x = [_NAMES + (column + 0.5) * width for column in range(len(shown.steps))]
-    return steps_below([first for first, _ in shown.steps], x, (_NAMES + WIDTH - RIGHT) / 2, bottom)
+    return names_below(shown.columns, x, shown.axis, (_NAMES + WIDTH - RIGHT) / 2, bottom)
 
 
 def _legend(shown: Headroom) -> str:

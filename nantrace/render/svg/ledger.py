@@ -18,24 +18,25 @@ from nantrace.render.svg.marks import (
     curve,
     legend,
     mark,
+    names_below,
     picture,
-    steps_below,
     vertical,
     words,
 )
 
 _PLOT = 200  # height
+_MARKED = 60  # points that are marked one by one on their lines
 _AXIS = 84  # width of the right axis, if there is a scale
 
 
 def ledger_svg(trace: Trace) -> tuple[str, str]:
-    """The picture and the note below it; both empty if the trace holds nothing of a ledger."""
+    """The picture and the note below it; both empty of a single step, and if the trace holds nothing of a ledger."""
     shown = ledger(trace)
-    if shown.is_empty:
+    if shown.is_empty or len(shown.steps) < 2:
         return "", ""
     bottom, scaled = TOP + _PLOT, bool(np.isfinite(shown.scale).any())
     right = WIDTH - RIGHT - (_AXIS if scaled else 0)
-    x = np.linspace(LEFT + 8, right - 8, len(shown.steps)) if len(shown.steps) > 1 else np.array([(LEFT + right) / 2])
+    x = np.linspace(LEFT + 8, right - 8, len(shown.steps))
     values = np.abs(np.concatenate([shown.loss, shown.gradient]))
     axis = LogAxis(*_window(values), TOP + 30, bottom - 24)
     parts = [axis.ticks() if (values > 0).any() else "", vertical("loss, gradient", TOP, bottom)]
@@ -44,7 +45,10 @@ def ledger_svg(trace: Trace) -> tuple[str, str]:
     parts += _points(shown, x, axis)
     parts += _scale(shown, x, right, bottom) if scaled else []
     parts += _updates(shown, x, bottom)
-    parts += [_legend(shown, scaled), *steps_below(shown.steps.tolist(), x.tolist(), (x[0] + x[-1]) / 2, bottom)]
+    parts += [
+        _legend(shown, scaled),
+        *names_below([*map(str, shown.steps.tolist())], x.tolist(), "step", (x[0] + x[-1]) / 2, bottom),
+    ]
     told = f"Loss, gradient, scale and updates of {len(shown.steps)} points of steps"
     return picture(parts, bottom + 40, told), _note(shown)
 
@@ -66,7 +70,7 @@ def _points(shown: Ledger, x: Floats, axis: LogAxis) -> list[str]:
         loss, gradient = shown.loss[place], shown.gradient[place]
         for value, name, shape in ((loss, "loss", "circle"), (gradient, shown.gradient_name, "square")):
             y = axis.at(abs(value))
-            if not math.isnan(y) and len(shown.steps) <= 60:
+            if not math.isnan(y) and len(shown.steps) <= _MARKED:
                 parts.append(mark(shape, x[place], y, "point", f"step {step}: {name} {value:.4g}"))
         if shown.loss_bad[place]:
             parts.append(mark("cross", x[place], TOP + 7, "stroke", f"step {step}: loss not finite"))
@@ -81,8 +85,12 @@ def _scale(shown: Ledger, x: Floats, right: float, bottom: float) -> list[str]:
     ys = [axis.at(value) for value in shown.scale]
     stairs = [point for n, y in enumerate(ys) for point in ((x[n], ys[n - 1] if n else y), (x[n], y))]
     held = sorted({float(np.nanmin(shown.scale)), float(np.nanmax(shown.scale))})
-    marks = [words(right + 6, axis.at(value) + 4, f"{value:.4g}", "small") for value in held if value > 0]
+    marks = [words(right + 6, axis.at(value) + 4, _scale_name(value), "small") for value in held if value > 0]
     return [curve(stairs, "curve dotted"), *marks, vertical("scale", TOP, bottom, WIDTH - 6)]
+
+
+def _scale_name(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e9 and value == int(value) else f"{value:.4g}"
 
 
 def _updates(shown: Ledger, x: Floats, bottom: float) -> list[str]:
@@ -98,8 +106,12 @@ def _updates(shown: Ledger, x: Floats, bottom: float) -> list[str]:
 
 
 def _legend(shown: Ledger, scaled: bool) -> str:
-    entries = [("circle", "point", "loss")] if np.isfinite(shown.loss).any() else []
-    entries += [("square", "point", shown.gradient_name)] if np.isfinite(shown.gradient).any() else []
+    marked = len(shown.steps) <= _MARKED
+    loss, gradient = ("circle", "point"), ("square", "point")
+    if not marked:
+        loss, gradient = ("dash", "curve"), ("dash", "curve dashed")
+    entries = [(*loss, "loss")] if np.isfinite(shown.loss).any() else []
+    entries += [(*gradient, shown.gradient_name)] if np.isfinite(shown.gradient).any() else []
     entries += [("dash", "curve dotted", "scale")] if scaled else []
     entries += [("cross", "stroke", "loss not finite")] if shown.loss_bad.any() else []
     entries += [("triangle", "bad", "gradient not finite")] if shown.gradient_bad.any() else []

@@ -6,9 +6,8 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from nantrace.render.cells import harmless, shorten
+from nantrace.render.figures.numbers import ticks
 
 WIDTH = 860  # of every picture, in its own units; the page scales it
 LEFT, RIGHT, TOP = 64, 16, 44  # margins around the plot
@@ -89,11 +88,10 @@ def picture(parts: Iterable[str], height: float, told: str) -> str:
     return f'<svg {size} role="img" aria-label="{escaped(told)}">{"".join(parts)}</svg>'
 
 
-def steps_below(steps: Sequence[int], x: Sequence[float], middle: float, bottom: float) -> list[str]:
-    """Up to ten of the steps under their places `x`, and the name of the axis under its middle."""
-    places = sorted({round(place) for place in np.linspace(0, len(x) - 1, min(len(x), 10))})
-    parts = [words(x[place], bottom + 15, str(steps[place]), "small", "middle") for place in places]
-    return [*parts, words(middle, bottom + 32, "step", "small", "middle")]
+def names_below(names: Sequence[str], x: Sequence[float], axis: str, middle: float, bottom: float) -> list[str]:
+    """Some of the names under their places `x`, and the name of the axis under its middle."""
+    parts = [words(x[place], bottom + 15, names[place], "small", "middle") for place in ticks(len(x))]
+    return [*parts, words(middle, bottom + 32, axis, "small", "middle")]
 
 
 class LogAxis:

@@ -33,7 +33,8 @@ def ranges_svg(trace: Trace, verdict: Verdict | None) -> tuple[str, str]:
     bottom = TOP + _PLOT
     axis = LogAxis(*shown.window(), TOP + 26, bottom)
     parts = [*_sides(shown, bottom), axis.ticks(), vertical("finite magnitude", TOP, bottom)]
-    parts += [*_limits(shown, axis), *_bars(shown, axis), *_marks(shown, bottom), _legend(shown)]
+    lines, names = _limits(shown, axis)
+    parts += [*lines, *_bars(shown, axis), *_marks(shown, bottom), *names, _legend(shown)]
     parts.append(words((LEFT + WIDTH - RIGHT) / 2, bottom + 32, "events, in order of execution", "small", "middle"))
     told = f"Finite range of {len(shown.high)} bars of events along step {shown.step}"
     return picture(parts, bottom + 40, told), shown.note
@@ -54,14 +55,16 @@ def _sides(shown: Ranges, bottom: float) -> list[str]:
     return parts
 
 
-def _limits(shown: Ranges, axis: LogAxis) -> list[str]:
+def _limits(shown: Ranges, axis: LogAxis) -> tuple[list[str], list[str]]:
+    """Lines, which lie below the bars, and their names, which lie above all."""
+    near = [(axis.at(value), told) for value, told in _near(shown)]
+    lines = [line(LEFT, y, WIDTH - RIGHT, y, "limit") for y, _ in near]
+    return lines, [words(WIDTH - RIGHT, y - 4, told, "told small", "end") for y, told in near]
+
+
+def _near(shown: Ranges) -> list[tuple[float, str]]:
     low, high = shown.window()
-    parts = []
-    for value, told in shown.limits():
-        if low <= value <= high:
-            y = axis.at(value)
-            parts.append(line(LEFT, y, WIDTH - RIGHT, y, "limit") + words(WIDTH - RIGHT, y - 4, told, "small", "end"))
-    return parts
+    return [(value, told) for value, told in shown.limits() if low <= value <= high]
 
 
 def _bars(shown: Ranges, axis: LogAxis) -> list[str]:
@@ -91,7 +94,7 @@ def _marks(shown: Ranges, bottom: float) -> list[str]:
             right = x > WIDTH / 2
             if not named:
                 parts.append(
-                    words(x + (-6 if right else 6), TOP + 44, name, "born small", "end" if right else "start", 44)
+                    words(x + (-6 if right else 6), TOP + 44, name, "told born small", "end" if right else "start", 44)
                 )
             named = True
         parts += [mark("triangle", x, TOP + 20, "bad", f"{name}: inf")] if inf else []
@@ -100,7 +103,8 @@ def _marks(shown: Ranges, bottom: float) -> list[str]:
 
 
 def _legend(shown: Ranges) -> str:
-    entries = [("square", "bar", "finite range"), ("dash", "limit", "limits of the dtype")]
+    entries = [("square", "bar", "finite range")] if (shown.low > 0).any() else []
+    entries += [("dash", "limit", "limits of the dtype")] if _near(shown) else []
     unknown = (shown.high > 0) & ~(shown.low > 0)
     entries += [("square", "faint", "down to zero or not measured")] if unknown.any() else []
     entries += [("triangle", "bad", "holds inf")] if shown.inf.any() else []
