@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,10 +22,12 @@ from nantrace.flow.record import Recording
 from nantrace.lineage import Lineage
 from nantrace.replay.afford import in_words, is_affordable
 from nantrace.replay.anomaly import anomaly_evidence
-from nantrace.replay.coarse import as_called, inside, modules_of, narrow_forward, tree_of
+from nantrace.replay.coarse import Inside, as_called, modules_of, narrow_forward, tree_of
+from nantrace.replay.coarse_backward import Suspects, narrow_backward
 from nantrace.replay.compare import difference
 from nantrace.replay.confirm import Runs, confirmed, needs_confirmation, region_of
 from nantrace.replay.ends import Ends
+from nantrace.replay.gaps import unobserved
 from nantrace.replay.replays import Replays
 from nantrace.replay.step import Step
 from nantrace.replay.written import keep_verdict, refuse_taken, traced
@@ -85,8 +87,8 @@ class _Found:
 
     verdict: Verdict
     watched: Ends
-    lineage: Lineage | None
-    how: tuple[str, ...]
+    lineage: Lineage | None = None
+    how: tuple[str, ...] = ()
 
 
 def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike[str] | None) -> Verdict:
@@ -167,49 +169,69 @@ def _by_op(replays: Replays, first: Ends) -> _Found:
 
 def _narrowed(replays: Replays, first: Ends, cost: str) -> _Found | None:
     """The region first, then the ops within; None if the origin is not in there."""
-    many = f"Not every op of the step was watched at once ({cost}):"
-    if first.forward_was_finite and first.error is None:
-        why = f"{many} only ops after the finite forward were."
-        found = _pass(replays, _after_forward, "ops of the region", why)
+    before = replays.count
+    region: Inside | Suspects | None
+    if _begins_in_backward(first):
+        what, region = "backward nodes", narrow_backward(replays, most=max(1, replays.left - 4))
     else:
-        before = replays.count
-        tree = as_called(replays, tree_of(replays.step.model))
-        region = narrow_forward(replays, tree, most=max(1, replays.left - 3))
-        names = modules_of(tree, region)
-        shown = ", ".join(name or "(model)" for name in names[:4]) + (", ..." if len(names) > 4 else "")
-        if replays.left < 2:
-            said = f"{many} modules were searched first, and the replays ran out."
-            return _Found(Verdict("inconclusive", evidence=(said,), region=names), first, None, ())
-        how = f"{many} modules were searched first, in {replays.count - before} replays; only ops within {shown} were."
-        found = _pass(replays, inside(names), "ops of the region", how)
+        what, region = "modules", _narrowed_forward(replays)
+    if region is None:
+        return None
+    names = region.names()
+    many = f"Not every op of the step was watched at once ({cost}): {what} were searched first"
+    if replays.left < 2:
+        return _Found(Verdict("inconclusive", evidence=(f"{many}, and the replays ran out.",), region=names), first)
+    many = f"{many}, in {replays.count - before} replays"
+    found = _pass(replays, region.within, "ops of the region", f"{many}; only ops within {_listed(names)} were.")
+    wider = region.widened(_gaps(found))
+    if wider != region and replays.left > 2:  # something nonfinite came into the region from outside
+        how = f"{many}; only ops within {_listed(wider.names())} were."
+        found = _pass(replays, wider.within, "ops of the region and of what leads into it", how)
     verdict = found.verdict
     named = verdict.origin is not None and (verdict.origin.op or verdict.stage in ("input", "state"))
-    unseen = found.lineage is not None and any(event.category == "unobserved" for event in found.lineage.events)
-    return found if verdict.status == "fault" and named and not unseen else None
+    return found if verdict.status == "fault" and named and not _gaps(found) else None
 
 
-def _after_forward(module: str | None, phase: str) -> bool:
-    return phase != "forward"
+def _begins_in_backward(first: Ends) -> bool:
+    """Whether what went nonfinite first, as far as ends tell, is a gradient or what an update made of one."""
+    return bool(first.losses and first.nonfinite) and first.nonfinite[0].place in ("gradient", "parameter", "moment")
 
 
-def _pass(replays: Replays, within: Within | None, watch: str, *how: str) -> _Found:
-    """The op pass, and the further replays that its judgement asks for; `how` says why this was watched."""
+def _narrowed_forward(replays: Replays) -> Inside:
+    tree = as_called(replays, tree_of(replays.step.model))
+    return Inside(modules_of(tree, narrow_forward(replays, tree, most=max(1, replays.left - 3))))
+
+
+def _gaps(found: _Found) -> tuple[str | None, ...]:
+    return () if found.lineage is None else unobserved(found.lineage)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _pass(replays: Replays, region: Callable[[], Within] | None, watch: str, *how: str) -> _Found:
+    """The op pass, and the further replays that its judgement asks for; `how` says why this was watched.
+
+    `region` is asked before each replay what of it to watch; None: everything.
+    """
     if not replays.left:
-        return _Found(
-            Verdict("inconclusive", evidence=("The replays ran out.",), region=("the step",)), Ends(), None, ()
-        )
-    recording, ends = replays.recorded(watch, within=within)
+        return _Found(Verdict("inconclusive", evidence=("The replays ran out.",), region=("the step",)), Ends())
+
+    def recorded(what: str, **options: Any) -> tuple[Recording, Ends]:
+        return replays.recorded(what, within=None if region is None else region(), **options)
+
+    recording, ends = recorded(watch)
     lineage = recording.lineage
     frozen: Lineage | None = None
     neutralised: dict[frozenset[int], Lineage] = {}
     finding = blame(lineage)
     while finding.wants is not None and replays.left > 1:  # the last one is kept to confirm
         if isinstance(finding.wants, Frozen):
-            frozen = replays.recorded(f"{watch}, updates undone", within=within, freeze=True)[0].lineage
+            frozen = recorded(f"{watch}, updates undone", freeze=True)[0].lineage
         else:
             times = finding.wants.times
-            again = replays.recorded(f"{watch}, other births made finite", within=within, neutral=times)[0]
-            neutralised[times] = again.lineage
+            neutralised[times] = recorded(f"{watch}, other births made finite", neutral=times)[0].lineage
         finding = blame(lineage, frozen=frozen, neutralised=neutralised)
     verdict = finding.verdict
     if finding.wants is not None:
@@ -224,7 +246,8 @@ def _trusted(verdict: Verdict, recording: Recording, ends: Ends) -> Verdict:
         said = f"The op recorder failed on the way ({type(recording.failure).__name__}: {recording.failure})."
         return _unfinished(_without_origin(verdict, "the step"), said)
     gradients = any(end.place == "gradient" for end in ends.nonfinite)
-    if gradients and not recording.lineage.backwards and verdict.cause == "bad_constant":
+    unexplained = verdict.status != "fault" or verdict.cause == "bad_constant"
+    if gradients and not recording.lineage.backwards and unexplained:
         return _unfinished(
             _without_origin(verdict, "the step's other threads"),
             "Gradients went nonfinite, but no backward pass ran on the step's own thread; ops of other threads cannot "

@@ -8,7 +8,7 @@ finds no origin, and the caller falls back to watching every op.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,15 +163,27 @@ def modules_of(tree: Tree, region: Region) -> tuple[str, ...]:
     return tuple(tree.names[site] for site in region.sites if site < len(tree.names))
 
 
-def inside(names: tuple[str, ...]) -> Callable[[str | None, str], bool]:
-    """What to watch of each op: the named modules with all they hold, and everything outside of modules."""
-    chosen = frozenset(names)
+@dataclass(frozen=True)
+class Inside:
+    """The part of a step that is left: modules with all they hold, and everything outside of modules."""
 
-    def within(module: str | None, phase: str) -> bool:
-        if module is None or module.startswith("<"):
-            return True
-        if module in chosen or "" in chosen:
-            return True
-        return any(module.startswith(f"{name}.") for name in chosen)
+    modules: tuple[str, ...]
 
-    return within
+    def names(self) -> tuple[str, ...]:
+        """For people."""
+        return tuple(name or "(model)" for name in self.modules)
+
+    def widened(self, modules: Iterable[str | None]) -> Inside:
+        """With these modules too."""
+        return Inside(tuple(dict.fromkeys((*self.modules, *(name for name in modules if name is not None)))))
+
+    def within(self) -> Callable[[str | None, str], bool]:
+        """What to watch of each op."""
+        chosen = frozenset(self.modules)
+
+        def watched(module: str | None, phase: str) -> bool:
+            if module is None or module.startswith("<") or module in chosen or "" in chosen:
+                return True
+            return any(module.startswith(f"{name}.") for name in chosen)
+
+        return watched
