@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "trace": "nantrace.api",
     "load": "nantrace.api",
-    "diagnose": "nantrace.api",
+    "diagnose": "nantrace.diagnosis.diagnose",
     "bisect": "nantrace.api",
     "report": "nantrace.api",
     "diff": "nantrace.api",

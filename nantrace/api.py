@@ -1,6 +1,7 @@
 """The public functions: the one place where capture, store, diagnosis, replay and rendering are joined.
 
-Each function imports what it needs when called, so that reading a trace loads no torch.
+Each function imports what it needs when called, so that reading a trace loads no torch, and looking at one no rule by
+which it is judged.
 """
 
 from __future__ import annotations
@@ -10,23 +11,18 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from nantrace.diagnosis.diagnose import diagnose
-from nantrace.diagnosis.recipe import departures
-from nantrace.diagnosis.standstill import is_stuck
-from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Trace
-from nantrace.render.report import Report
-from nantrace.render.sentence import sentence
-
 if TYPE_CHECKING:
     import torch
 
     from nantrace.capture.tracer import Tracer
     from nantrace.diagnosis.contrast import Contrast
     from nantrace.diagnosis.difference import Difference
+    from nantrace.diagnosis.verdict import Verdict
+    from nantrace.events import Trace
+    from nantrace.render.report import Report
     from nantrace.replay.step import Step
 
-__all__ = ["bisect", "diagnose", "diff", "load", "matrix", "report", "trace"]
+__all__ = ["bisect", "diff", "load", "matrix", "report", "trace"]
 
 #: Stuck steps that are remembered while a trace goes on: several optimizers may take turns.
 _TURNS = 8
@@ -91,6 +87,7 @@ def trace(
     """
     from nantrace.capture.options import optimizers_in, refuse_wrong_options
     from nantrace.capture.tracer import Tracer
+    from nantrace.diagnosis.recipe import departures
 
     refuse_wrong_options(
         model,
@@ -240,6 +237,11 @@ def report(trace_or_verdict: Trace | Verdict) -> Report:
     Raises:
         TypeError: something else was given.
     """
+    from nantrace.diagnosis.diagnose import diagnose
+    from nantrace.diagnosis.verdict import Verdict
+    from nantrace.events import Trace
+    from nantrace.render.report import Report
+
     if isinstance(trace_or_verdict, Verdict):
         return Report(trace_or_verdict)
     if isinstance(trace_or_verdict, Trace):
@@ -276,11 +278,13 @@ def diff(
         >>> difference = nantrace.diff(nantrace.load("float32.h5"), nantrace.load("float16.h5"))
         >>> print(difference)
     """
+    from nantrace.events import Trace
+
     for given in (a, b):
         if not isinstance(given, Trace):
             kind = type(given).__name__
             raise TypeError(f"diff got a {kind}: pass two Traces (nantrace.load(path), tracer.trace).")
-    from nantrace.diagnosis.difference import compare  # a report needs none of it
+    from nantrace.diagnosis.difference import compare
 
     return compare(a, b, rtol=rtol, atol=atol, progress=progress)
 
@@ -300,6 +304,10 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
 
     A step is judged by its own rows, with the ledger of the stuck steps directly before it: two in a row are a fault.
     """
+    from nantrace.diagnosis.diagnose import diagnose
+    from nantrace.diagnosis.standstill import is_stuck
+    from nantrace.render.sentence import sentence
+
     before: list[Mapping[str, Any]] = []
 
     def judge(trace: Trace) -> tuple[str | None, bool]:

@@ -137,6 +137,17 @@ def nonfinite_rows(events: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     return np.asarray((events["nan"] != 0) | (events["posinf"] != 0) | (events["neginf"] != 0))
 
 
+def distinct(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+    """The values that occur, in order.
+
+    `np.unique` would load NumPy's masked arrays to ask whether `values` is one, which takes longer than a small trace.
+    """
+    ordered = np.sort(values)
+    first = np.ones(len(ordered), bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[first]
+
+
 @dataclass(frozen=True)
 class TensorStats:
     """Statistics of one tensor; extended columns are None when they were not measured.
@@ -224,7 +235,8 @@ class Trace:
         steps: one mapping a step (the ledger); absent keys were not recorded. Of a long run a sequence that makes them
             when asked (`nantrace.steps.Steps`).
             Of each step: "step", "first_seq", "events", "seconds", the updates "attempted", "committed" and "skipped";
-            unless only its numbers were kept, "unobserved" and "backwards".
+            unless only its numbers were kept, "unobserved" and "backwards"; of a step without a backward "awaited"
+            (tensors of modules that could have been differentiated).
             Loss and rates: "loss", "losses" (by name), "lr", "schedulers".
             Loss scale: "scale_before", "scale_after", "skipped_by" (parameters whose gradients made the scaler skip).
             Updates so far: "attempted_total", "committed_total", "skipped_total", "totals_from", "optimizers" (each, if

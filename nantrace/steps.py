@@ -9,13 +9,15 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeGuard, overload
 
 import numpy as np
 import numpy.typing as npt
 
 Step = Mapping[str, Any]
+#: For rows of `STEP`, which of them.
+Could = Callable[[npt.NDArray[np.void]], npt.NDArray[np.bool_]]
 
 
 class Marks(enum.IntFlag):
@@ -146,6 +148,58 @@ def told(steps: Iterable[Step]) -> Iterator[Step]:
     if not isinstance(steps, Steps):
         return iter(steps)
     return (steps.said[place] for place in sorted(steps.said))
+
+
+def likely(steps: Iterable[Step], could: Could) -> Iterator[Step]:
+    """The steps that can be of interest by their numbers, and all of which more is known, in order.
+
+    Args:
+        could: says for rows of `STEP` which can be; the others are not unpacked. Steps that stand nowhere as a row of
+            numbers all come.
+    """
+    return (steps[place] for place in likely_places(steps, could)) if isinstance(steps, Steps) else iter(steps)
+
+
+def likely_places(steps: Sequence[Step], could: Could) -> Sequence[int]:
+    """The places of the steps that `likely` gives."""
+    if not isinstance(steps, Steps):
+        return range(len(steps))
+    chosen = could(steps.rows)
+    chosen[list(steps.said)] = True
+    places: list[int] = np.flatnonzero(chosen).tolist()
+    return places
+
+
+def was_skipped(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which rows of `STEP` skipped an update."""
+    return np.asarray(rows["skipped"] > 0)
+
+
+def had_nonfinite_numbers(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which rows of `STEP` had a loss or a norm of gradients that was a NaN or an infinity."""
+    infinite = np.isinf(rows["loss"]) | np.isinf(rows["gradient_norm"])
+    return np.asarray(infinite | (rows["marks"] & sum(_NAN_MARKS.values()) != 0))
+
+
+def had_scale(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which rows of `STEP` had a loss scale."""
+    return np.asarray(~np.isnan(rows["scale_before"]))
+
+
+def figures(steps: Iterable[Step], name: Literal["loss", "attempted"]) -> Iterator[tuple[Any, Any]]:
+    """(number, figure) of each step in order; what was not recorded is a NaN, or None."""
+    if not isinstance(steps, Steps):
+        yield from ((step.get("step"), step.get(name)) for step in steps)
+        return
+    for begin in range(0, len(steps), _BLOCK):
+        block = steps.rows[begin : begin + _BLOCK]
+        pairs = zip(block["step"].tolist(), block[name].tolist(), strict=True)
+        for place, (number, figure) in enumerate(pairs, begin):
+            if place in steps.said:
+                step = steps.said[place]
+                yield step.get("step"), step.get(name)
+            else:
+                yield number, figure
 
 
 def numbers_of(steps: Iterable[Step]) -> list[int]:

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nantrace
+from nantrace.events import EVENT, Columns, ModuleEntry, Phase, Role, Site
+from nantrace.store.writer import TraceWriter
 
 ROOT = Path(nantrace.__file__).parent
 
@@ -142,6 +145,47 @@ def test_the_loading_test_sees_what_is_loaded() -> None:
 def test_judging_and_rendering_load_no_torch_and_no_h5py() -> None:
     loaded = loaded_by("import nantrace; nantrace.report; nantrace.diagnose; nantrace.load; nantrace.NantraceError")
     assert loaded & {"torch", "h5py", "triton", "click"} == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "not_needed"),
+    [
+        ([], {"numpy", "h5py", "torch", "nantrace.api"}),
+        (["--help"], {"numpy", "h5py", "torch", "nantrace.api"}),
+        (["--version"], {"numpy", "h5py", "torch", "nantrace.cli.reading", "nantrace.cli.bisecting"}),
+        (
+            ["info", "step.h5"],
+            {"torch", "numpy.ma", "nantrace.store.writer", "nantrace.diagnosis.diagnose", "nantrace.cli.bisecting"},
+        ),
+        (
+            ["report", "step.h5"],
+            {"torch", "numpy.ma", "nantrace.store.writer", "nantrace.diagnosis.blame", "nantrace.cli.bisecting"},
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_command_loads_no_more_than_it_needs(
+    arguments: list[str], not_needed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write_two_steps(tmp_path / "step.h5")
+    code = f"from nantrace.cli import main\ntry:\n    main({arguments!r})\nexcept SystemExit:\n    pass"
+    loaded = loaded_by(code)
+    assert "click" in loaded
+    assert loaded & not_needed == set()
+
+
+def _write_two_steps(path: Path) -> None:
+    """Two steps of a layer, of which the second puts out NaN."""
+    site = Site("layer", Phase.FORWARD, Role.OUTPUT, "output", "float32", (4,))
+    rows = np.zeros(2, EVENT)
+    rows["seq"], rows["step"], rows["call"], rows["numel"] = [1, 2], [0, 1], [1, 2], 4
+    rows["nan"], rows["finite"], rows["columns"] = [0, 1], [4, 3], int(Columns.FIRST_BAD)
+    with TraceWriter(path, modules=[ModuleEntry("", "Net"), ModuleEntry("layer", "Linear")]) as writer:
+        writer.add_sites([site])
+        writer.append(rows)
+        for step in range(2):
+            writer.add_step({"step": step, "first_seq": step + 1, "events": 1, "loss": 1.0})
 
 
 def test_the_words_of_a_report_load_no_cause_of_an_op() -> None:

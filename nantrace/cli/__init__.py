@@ -10,22 +10,44 @@ Progress goes to stderr.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import click
 
 from nantrace import __version__
-from nantrace.cli.bisecting import bisect
-from nantrace.cli.checkpoints import checkpoint
-from nantrace.cli.comparing import diff
-from nantrace.cli.contrasting import matrix
-from nantrace.cli.gating import gate
-from nantrace.cli.reading import export, info, report
+
+_ROOMS = {
+    "report": "reading",
+    "info": "reading",
+    "diff": "comparing",
+    "export": "reading",
+    "checkpoint": "checkpoints",
+    "bisect": "bisecting",
+    "matrix": "contrasting",
+    "gate": "gating",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(Mapping[str, click.Command]):
+    """The commands by name, each loaded when it is asked for: a report waits for no other command's options."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        command: click.Command = getattr(importlib.import_module(f"nantrace.cli.{_ROOMS[name]}"), name)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_ROOMS)
+
+    def __len__(self) -> int:
+        return len(_ROOMS)
+
+
+_COMMANDS: Any = _Commands()  # click asks for a mapping that commands can be added to; none are
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, commands=_COMMANDS)
 @click.version_option(__version__, prog_name="nantrace")
 def main() -> None:
     """Find where a PyTorch training step first went nonfinite, why, and what to check next."""
-
-
-for _command in (report, info, diff, export, checkpoint, bisect, matrix, gate):
-    main.add_command(_command)

@@ -29,7 +29,7 @@ from nantrace.diagnosis.parents import (
 from nantrace.diagnosis.seen import Seen
 from nantrace.diagnosis.standstill import stands_still
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
-from nantrace.events import Phase, Role, Trace
+from nantrace.events import Phase, Role, Trace, distinct
 
 _SINKS = (Role.LOSS, Role.GRAD, Role.PARAM, Role.STATE, Role.BUFFER)
 
@@ -60,7 +60,7 @@ def by_module(trace: Trace) -> Verdict:
 
 def _first_fault(seen: Seen) -> Blame | None:
     """The first sink in time that holds damage which nothing excuses, and where its values came from."""
-    for step in np.unique(seen.step[seen.bad]):
+    for step in distinct(seen.step[seen.bad]):
         for sink in _sinks(seen, int(step)):
             if _excused(seen, sink):
                 continue
@@ -181,7 +181,7 @@ def _escape(seen: Seen, sink: int, roots: Sequence[Root]) -> Root:
 def _contained(seen: Seen) -> Blame | None:
     """Nonfinite values that reached nothing that training keeps, or only a step that was skipped."""
     excused: Blame | None = None
-    for step in np.unique(seen.step[seen.bad]):
+    for step in distinct(seen.step[seen.bad]):
         first, last = seen.bounds(int(step))
         rows = first + np.flatnonzero(seen.bad[first:last])
         if excused is not None and growth.exploded(seen, int(rows[0])) is None:

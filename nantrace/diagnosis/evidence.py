@@ -15,8 +15,8 @@ from nantrace.diagnosis.reached import reached
 from nantrace.diagnosis.seen import LARGEST, Call, Seen
 from nantrace.diagnosis.usual import left_its_usual_range
 from nantrace.diagnosis.verdict import Stage, Status
-from nantrace.events import Phase, Role, TensorStats
-from nantrace.steps import is_nonfinite, rates
+from nantrace.events import Phase, Role, TensorStats, distinct
+from nantrace.steps import is_nonfinite, likely, rates, was_skipped
 
 BAD_STATE = {Role.PARAM: "bad_param", Role.BUFFER: "bad_buffer", Role.STATE: "bad_moment"}
 
@@ -281,7 +281,7 @@ def _unused(seen: Seen, status: Status, sink: int | None) -> str:
 def _skip(seen: Seen, row: int, step: int) -> str:
     """What became of a step whose update a GradScaler skipped."""
     entry = seen.ledger[step]
-    skips = [int(entry["step"]) for entry in seen.trace.steps if entry.get("skipped")]
+    skips = [int(entry["step"]) for entry in likely(seen.trace.steps, was_skipped) if entry.get("skipped")]
     stuck = len(skips) == len(seen.trace.steps) and len(skips) > 1
     tail = " Every traced step was skipped: training stands still." if stuck else ""
     attempted = int(entry.get("attempted") or 1)
@@ -340,13 +340,13 @@ def as_mapping(seen: Seen, row: int) -> dict[str, Any]:
 
 
 def clean(seen: Seen) -> tuple[str, ...]:
-    steps = len(np.unique(seen.step))
+    steps = len(distinct(seen.step))
     said = f"None of the {len(seen.bad):,} tensors seen in {steps} step{'s' * (steps != 1)} holds a nonfinite value."
     # What any module trace leaves out, in one sentence: most of those who read it have a healthy run.
     stepped = bool((seen.phase == Phase.OPTIMIZER).any())
     after = "code after the last optimizer step" if stepped else "code after backward"
     dies = f"Not seen: a value that dies inside a module, settings of the optimizer, {after}."
-    unseen = len(seen.bad) and any(suspects.model_unseen(seen, int(step)) for step in np.unique(seen.step))
+    unseen = len(seen.bad) and any(suspects.model_unseen(seen, int(step)) for step in distinct(seen.step))
     return (said, dies, suspects.unseen_words(seen)) if unseen else (said, dies)
 
 

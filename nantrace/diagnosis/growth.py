@@ -12,7 +12,7 @@ import numpy as np
 
 from nantrace.diagnosis.seen import LARGEST, Seen
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import Phase, Role
+from nantrace.events import Phase, Role, distinct
 
 #: Largest parameter magnitude after one update over that before it, and after all updates so far over that before
 #: the first: from these on an update counts as an explosion. Healthy training changes it by a few percent a step.
@@ -43,7 +43,7 @@ def exploded(seen: Seen, row: int) -> str | None:
 
 def _parameter_sizes(seen: Seen, step: int) -> list[tuple[float, str]]:
     """Largest finite parameter magnitude and its name: before the first step, then after each update before `step`."""
-    steps = [int(s) for s in np.unique(seen.step) if s < step]
+    steps = [int(s) for s in distinct(seen.step) if s < step]
     sizes = []
     latest: dict[str, float] = {}  # an optimizer writes its own parameters, not those of another
     before = seen.rows(steps[0], Role.PARAM, phases=[Phase.FORWARD]) if steps else np.array([], dtype=np.int64)
@@ -112,7 +112,7 @@ def huge_parameters(seen: Seen, row: int) -> str | None:
 
 def zeroed_gradients(seen: Seen) -> Verdict | None:
     """Finite gradients that the optimizer saw as zeros: their norm overflowed, and clipping by it made 0 of them."""
-    for step in np.unique(seen.step):
+    for step in distinct(seen.step):
         left = seen.rows(int(step), Role.GRAD, phases=[Phase.BACKWARD])
         taken = seen.rows(int(step), Role.GRAD, phases=[Phase.OPTIMIZER])
         if not left.size or not taken.size or any(seen.absmax(int(row)) for row in taken):

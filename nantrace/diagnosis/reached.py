@@ -14,8 +14,8 @@ def iteration_of(seen: Seen, step: int) -> list[int]:
     """The steps of the loop's iteration that `step` belongs to: those up to an optimizer that steps again."""
     together: list[int] = []
     taken: set[str] = set()
-    for number in range(int(seen.step[0]), int(seen.step[-1]) + 1):
-        mine = {seen.name(int(r)) for r in seen.rows(number, Role.GRAD, phases=[Phase.OPTIMIZER])}
+    for number in range(_beginning(seen, step), int(seen.step[-1]) + 1):
+        mine = _consumed(seen, number)
         if not mine or not taken or taken & mine:
             if step in together:
                 break
@@ -23,6 +23,22 @@ def iteration_of(seen: Seen, step: int) -> list[int]:
         together.append(number)
         taken |= mine
     return together
+
+
+def _beginning(seen: Seen, step: int) -> int:
+    """The nearest step, up to `step`, at which an iteration begins whatever came before it."""
+    mine = _consumed(seen, step)
+    while mine:
+        before = _consumed(seen, step - 1)
+        if not before or before & mine:
+            break
+        step, mine = step - 1, before
+    return step
+
+
+def _consumed(seen: Seen, step: int) -> set[str]:
+    """The names of the gradients that an optimizer read in a step."""
+    return {seen.name(int(r)) for r in seen.rows(step, Role.GRAD, phases=[Phase.OPTIMIZER])}
 
 
 def reached(seen: Seen, row: int, step: int) -> str:

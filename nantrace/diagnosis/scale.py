@@ -14,7 +14,7 @@ from typing import Any
 
 from nantrace.diagnosis.observation import Observation
 from nantrace.events import Trace
-from nantrace.steps import is_nonfinite, rates
+from nantrace.steps import had_scale, is_nonfinite, likely, rates
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -27,7 +27,7 @@ _WARMUP = 4  # rises in a row that make a warm-up
 
 def readings(trace: Trace) -> tuple[Observation, ...]:
     """How the scale is to be read; empty without a gradient scaler."""
-    rows = [row for row in trace.steps if _scale(row) is not None and row.get("attempted")]
+    rows = [row for row in likely(trace.steps, had_scale) if _scale(row) is not None and row.get("attempted")]
     if not rows:
         return ()
     found = [*_outside_the_scale(rows), *_runs(rows), *_same_batches(rows), *_onset(rows)]

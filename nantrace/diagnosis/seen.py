@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nantrace.diagnosis.standstill import standstill
-from nantrace.events import Columns, Phase, Role, Site, TensorStats, Trace
+from nantrace.events import Columns, Phase, Role, Site, TensorStats, Trace, distinct
 from nantrace.lineage import Operand
-from nantrace.steps import Step, by_number
+from nantrace.steps import Step, by_number, told
 
 #: Largest finite magnitude of the floating dtypes that training uses.
 LARGEST = {
@@ -141,7 +141,7 @@ class Seen:
     @cached_property
     def ledger(self) -> dict[int, Step]:
         """What the ledger says of each step that has rows, by its number."""
-        return by_number(self.trace.steps, np.unique(self.step).tolist())
+        return by_number(self.trace.steps, distinct(self.step).tolist())
 
     @cached_property
     def has_backward(self) -> bool:
@@ -156,7 +156,9 @@ class Seen:
         """
         if self.trace.raised is not None:
             return False
-        return bool(self.trace.meta.get("optimizers")) or any(step.get("attempted_total") for step in self.trace.steps)
+        if self.trace.meta.get("optimizers"):
+            return True
+        return any(step.get("attempted_total") for step in told(self.trace.steps))
 
     @cached_property
     def classes(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from nantrace.diagnosis.backward import is_tame
 from nantrace.diagnosis.parents import enclosing, upwards
 from nantrace.diagnosis.seen import LARGEST, Call, Seen
-from nantrace.events import ModuleEntry, Phase, Role
+from nantrace.events import ModuleEntry, Phase, Role, distinct
 
 #: Modules that hold others and are never called.
 _HOLDERS = ("ModuleDict", "ModuleList", "ParameterDict", "ParameterList")
@@ -134,7 +134,7 @@ def left_out(seen: Seen, row: int) -> bool:
         call = calls[call.parent]
     if call is None or call.grad_outputs:
         return False
-    every = (other for step in np.unique(seen.step) for other in seen.calls(int(step)).values())
+    every = (other for step in distinct(seen.step) for other in seen.calls(int(step)).values())
     return any(other.grad_outputs and other.module == call.module for other in every)
 
 

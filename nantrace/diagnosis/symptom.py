@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
-from nantrace.events import Trace, nonfinite_rows
-from nantrace.steps import by_number, is_nonfinite, told
+from nantrace.events import Trace, distinct, nonfinite_rows
+from nantrace.steps import by_number, figures, had_nonfinite_numbers, is_nonfinite, likely, told, was_skipped
 
 _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count
 _BEYOND = 3.0  # spreads above the upper decile
@@ -62,7 +60,7 @@ def _raised(trace: Trace) -> Iterator[Observation]:
 
 
 def _nonfinite(trace: Trace) -> Iterator[Observation]:
-    rows = [row for row in trace.steps if "step" in row and _is_bad(row)]
+    rows = [row for row in likely(trace.steps, had_nonfinite_numbers) if "step" in row and _is_bad(row)]
     bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in rows})
     if not bad:
         return
@@ -100,13 +98,10 @@ def _finding(found: Mapping[str, Any]) -> str:
 
 
 def _skips(trace: Trace) -> Iterator[Observation]:
-    rows, attempted = [], 0
-    for row in trace.steps:
-        attempted += int(row.get("attempted") or 0)
-        if row.get("skipped"):
-            rows.append(row)
+    rows = [row for row in likely(trace.steps, was_skipped) if row.get("skipped")]
     if not rows:
         return
+    attempted = sum(int(count or 0) for _, count in figures(trace.steps, "attempted"))
     skipped = sum(int(row["skipped"]) for row in rows)
     names = list(dict.fromkeys(str(name) for row in rows for name in row.get("skipped_by") or ()))
     by = (f"Nonfinite gradients: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}.",) if names else ()
@@ -124,14 +119,13 @@ def _spikes(trace: Trace) -> Iterator[Observation]:
     before: deque[float] = deque()  # the last losses, in order of time and of size
     ordered: list[float] = []
     spikes: list[tuple[int, float, float, float]] = []
-    for row in trace.steps:
-        loss = row.get("loss")
+    for step, loss in figures(trace.steps, "loss"):
         if not isinstance(loss, (int, float)) or not math.isfinite(loss):
             continue
         if len(ordered) >= _FEWEST:
             low, median, high = (_quantile(ordered, share) for share in (0.1, 0.5, 0.9))
             if loss > high + _BEYOND * max(high - low, _SHARE * abs(median)):
-                spikes.append((int(row.get("step", 0)), float(loss), median, high))
+                spikes.append((int(step or 0), float(loss), median, high))
         if len(before) == _WINDOW:
             del ordered[bisect.bisect_left(ordered, before.popleft())]
         before.append(float(loss))
@@ -159,7 +153,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _bad_steps(trace: Trace) -> set[int]:
-    return {int(step) for step in np.unique(trace.events["step"][nonfinite_rows(trace.events)])}
+    return {int(step) for step in distinct(trace.events["step"][nonfinite_rows(trace.events)])}
 
 
 def _is_bad(row: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nantrace.diagnosis.seen import Seen
-from nantrace.events import Phase, Role
+from nantrace.events import Phase, Role, distinct
 
 #: By how much a largest magnitude must exceed that of every earlier step. Healthy training moves it by a few percent a
 #: step, a warm-up or a fresh head by a few times.
@@ -28,7 +28,7 @@ def left_its_usual_range(seen: Seen, row: int) -> str | None:
     (rows,) = np.nonzero(jumped[:row])
     if not rows.size:
         return None
-    first, steps = int(rows[0]), len(np.unique(seen.step[earlier]))
+    first, steps = int(rows[0]), len(distinct(seen.step[earlier]))
     plural = f"{steps} steps" if steps > 1 else "step"
     return (
         f"The first tensor of the step to leave its usual range was {seen.name(first)}: up to {largest[first]:.3g}, "

@@ -10,10 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from nantrace.diagnosis.symptom import symptoms
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Trace
-from nantrace.steps import numbers_of
+from nantrace.steps import had_nonfinite_numbers, likely_places, numbers_of, told, was_skipped
 
 HEAD = ("step", "update", "committed", "loss", "lr", "|grad|", "scale", "")
 #: Which columns stand at the right; which give way where the page is narrow; which are left out then.
@@ -36,8 +39,10 @@ def ledger_rows(trace: Trace, verdict: Verdict, most: int = _SHOWN) -> tuple[lis
     """
     steps = trace.steps
     near = _around(trace, verdict)
+    # Of those that went as they should none but the last can be among the first in the order.
+    last = range(max(0, len(steps) - most - len(near)), len(steps))
     order = sorted(
-        range(len(steps)),
+        {*near, *last, *likely_places(steps, _did_not_go_as_it_should)},
         key=lambda place: (near.get(place, _AROUND + 1), is_plain(steps[place]), place < len(steps) - 2, -place),
     )
     chosen = sorted(order[:most])
@@ -50,7 +55,8 @@ def _around(trace: Trace, verdict: Verdict) -> dict[int, int]:
     if verdict.origin is None or verdict.origin.step not in numbers:
         return {}
     named = numbers.index(verdict.origin.step)
-    return {place: abs(place - named) for place in range(named - _AROUND, named + _AROUND + 1)}
+    around = range(max(0, named - _AROUND), min(named + _AROUND + 1, len(numbers)))
+    return {place: abs(place - named) for place in around}
 
 
 def is_plain(step: Mapping[str, Any]) -> bool:
@@ -58,6 +64,10 @@ def is_plain(step: Mapping[str, Any]) -> bool:
     numbers = [step.get("loss"), step.get("gradient_norm")]
     finite = all(not isinstance(value, float) or math.isfinite(value) for value in numbers)
     return finite and not step.get("skipped") and not step.get("batch_check")
+
+
+def _did_not_go_as_it_should(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    return had_nonfinite_numbers(rows) | was_skipped(rows)
 
 
 def cells(step: Mapping[str, Any]) -> list[str]:
@@ -102,7 +112,7 @@ def _remarks(step: Mapping[str, Any]) -> list[str]:
 def decisions(trace: Trace) -> list[str]:
     """What was put on record, as sentences: "Step 6, quarantine: batch 17 holds NaN." The latest, in order."""
     found = []
-    for step in trace.steps:
+    for step in told(trace.steps):
         for said in step.get("decisions") or ():
             reason = said.get("reason") or said.get("path")
             kind = str(said.get("kind", "")).replace("_", " ")

@@ -14,7 +14,7 @@ from nantrace.diagnosis.causes.roles import role
 from nantrace.diagnosis.causes.wording import counts, put_out, read
 from nantrace.diagnosis.ranks import ranks
 from nantrace.diagnosis.verdict import Origin, Verdict
-from nantrace.events import Role, Site, TensorStats, Trace
+from nantrace.events import Role, Site, TensorStats, Trace, distinct
 from nantrace.lineage import Operand
 
 _HEADLINE = {
@@ -56,7 +56,7 @@ def header(trace: Trace) -> str:
 def header_words(trace: Trace) -> list[str]:
     """The same, a phrase each."""
     meta = trace.meta
-    steps = len(trace.steps) or (len(np.unique(trace.events["step"])) if len(trace) else 0)
+    steps = len(trace.steps) or (len(distinct(trace.events["step"])) if len(trace) else 0)
     parts = [f"torch {meta['torch']}" if "torch" in meta else "", str(meta.get("device", ""))]
     found = ranks(trace)
     parts += [f"rank {found[0]} of {found[1]}"] if found is not None else []

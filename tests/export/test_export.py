@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nantrace.cli import export as command
+from nantrace.cli.reading import export as command
 from nantrace.errors import MissingExtraError, TraceExistsError
 from nantrace.events import EVENT, Columns, Phase, Role, Site, Trace
 from nantrace.export import blocks
