@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from nantrace.flow.calls import any_requires_grad
 from nantrace.flow.externals import Externals
 from nantrace.flow.links import Frames, Line, Link, Links, in_recompute, sequence_number
 from nantrace.flow.ops import OpFacts
@@ -23,8 +23,7 @@ from nantrace.flow.rounds import Rounds
 from nantrace.flow.values import storage_key
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):  # made for every forward op: a frozen dataclass takes five times as long
     """Where one op runs. `node_key` identifies one run of one autograd node: (backward pass, sequence number, name)."""
 
     phase: str
@@ -118,7 +117,7 @@ class Whereabouts:
         """Autograd numbered a node since the last op: remember where its forward op ran."""
         if task >= 0 and not torch.is_grad_enabled():
             return
-        differentiable = torch.is_grad_enabled() and _any_requires_grad(args)
+        differentiable = torch.is_grad_enabled() and any_requires_grad(args)
         here = self._find(task, lambda: differentiable, (), None)
         self.links.assign(number, Link(here.module, here.line, op), differentiable, time)
 
@@ -206,11 +205,3 @@ class Whereabouts:
 
 def _line(frame: FrameType | None) -> Line | None:
     return None if frame is None else Line(frame.f_code, frame.f_lineno)
-
-
-def _any_requires_grad(args: Sequence[Any]) -> bool:
-    for value in args:
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor) and item.requires_grad:
-                return True
-    return False

@@ -11,9 +11,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +34,7 @@ def fqn(name: str, model: torch.nn.Module) -> str:
     return plain_name(name, wrapper_parts(model))
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):  # as `Link`, made for every forward op: a frozen dataclass takes five times as long
     """A line of the user's code; formatted only when somebody asks."""
 
     code: CodeType
@@ -46,8 +44,7 @@ class Line:
         return line_of_source(self.code.co_filename, self.number, self.code.co_name)
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """Where a node's forward op ran."""
 
     module: str | None
@@ -62,7 +59,7 @@ class Frames:
         self._codes: dict[int, tuple[CodeType, int]] = {}  # id -> (kept alive, 0 user | 1 foreign | 2 engine)
         self.names = {id(module): fqn(name, model) for name, module in model.named_modules()}
         self._methods = _method_codes(model)
-        self._ambiguous = {id(m) for m in model.modules() if any(type(d) is type(m) for d in m.modules() if d is not m)}
+        self._ambiguous: dict[int, bool] = {}  # by id of a module
 
     def label(self, module: torch.nn.Module) -> str:
         """FQN inside the model, "<ClassName>" outside it."""
@@ -90,11 +87,20 @@ class Frames:
         code = frame.f_code
         if id(code) not in self._methods:
             return None
-        if innermost is not None and id(innermost) not in self._ambiguous:
+        if innermost is not None and not self._is_ambiguous(innermost):
             forward = getattr(type(innermost).forward, "__code__", None)
             if forward is code:  # reading f_locals is slow, and would say the same
                 return self.names.get(id(innermost))
         return self.names.get(id(frame.f_locals.get(code.co_varnames[0])))
+
+    def _is_ambiguous(self, module: torch.nn.Module) -> bool:
+        """Whether a module of the model holds another of its own class, so that a frame may run either's method."""
+        ambiguous = self._ambiguous.get(id(module))
+        if ambiguous is None:
+            cls, inside = type(module), id(module) in self.names
+            ambiguous = inside and any(type(other) is cls for other in module.modules() if other is not module)
+            self._ambiguous[id(module)] = ambiguous
+        return ambiguous
 
 
 def _classify(code: CodeType) -> int:
@@ -109,7 +115,8 @@ def _classify(code: CodeType) -> int:
 def _method_codes(model: torch.nn.Module) -> Mapping[int, CodeType]:
     """Code objects of the methods of the model's classes, by id; PyTorch's own classes left out."""
     codes: dict[int, CodeType] = {}
-    for cls in {base for module in model.modules() for base in type(module).__mro__}:
+    classes = {type(module) for module in model.modules()}
+    for cls in {base for each in classes for base in each.__mro__}:
         for function in vars(cls).values():
             code = getattr(function, "__code__", None)
             if isinstance(code, CodeType) and code.co_argcount and not code.co_filename.startswith(_TORCH):
@@ -147,7 +154,7 @@ class Links:
         cloned, taken_before = self._taken_before
         if time == cloned + 1:
             for taken in taken_before:
-                self._links[taken] = replace(self._links[taken], op=op)
+                self._links[taken] = self._links[taken]._replace(op=op)
         self._wrote_into_view = into_view
         if into_view:
             self._previous = self._links.get(number, self._previous)

@@ -85,6 +85,19 @@ class Memory:
     def is_known_finite(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.finite
 
+    def are_known_finite(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of them are; in doubt, not."""
+        finite = self.finite
+        for tensor in tensors:
+            if type(tensor) is not Tensor and type(tensor) is not Parameter:
+                return False
+            try:
+                if tensor.untyped_storage()._cdata not in finite:
+                    return False
+            except RuntimeError:  # no storage to ask
+                return False
+        return True
+
     def are_finite(self, values: Iterable[Any], reads: Iterable[bool]) -> bool:
         """Whether all tensors among an op's arguments that it reads are known to be; in doubt, not."""
         finite = self.finite
@@ -120,6 +133,8 @@ class Memory:
 
     def look(self, tensor: Tensor) -> Look | None:
         """What is nonfinite in it and who wrote that; None if nothing is. What nobody wrote gets an external event."""
+        if self._plainly_finite(tensor):
+            return None
         for plane in planes(tensor, self.unread):
             if self.scanner.is_finite(plane):
                 continue

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from types import TracebackType
 from typing import Any
@@ -171,6 +171,9 @@ class OpRecorder(TorchDispatchMode):
 
     def is_known_finite(self, tensor: Tensor) -> bool:
         return self._memory.is_known_finite(tensor)
+
+    def are_known_finite(self, tensors: Iterable[Tensor]) -> bool:
+        return self._memory.are_known_finite(tensors)
 
     def mark_finite(self, tensor: Tensor) -> None:
         self._memory.mark_finite(tensor)

@@ -8,8 +8,9 @@ the excuse holds is for the diagnosis to say.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,7 @@ class Looker(Protocol):
 
     def look(self, tensor: Tensor) -> Seen | None: ...
     def is_known_finite(self, tensor: Tensor) -> bool: ...
+    def are_known_finite(self, tensors: Iterable[Tensor]) -> bool: ...
     def mark_finite(self, tensor: Tensor) -> None: ...
     def lineage(self) -> Lineage: ...
     def fail(self, error: Exception) -> None: ...
@@ -136,7 +138,7 @@ class Sinks(StepListener):
                     continue
                 self._recorder.mark_finite(plane)
                 largest = max(abs(low), abs(high))
-                if largest > math.sqrt(torch.finfo(plane.dtype).max) * 1e-3:
+                if largest > _huge(plane.dtype):
                     self._lineage.huge_params.append((fqn(name, self._model), largest))
 
     def close_pending(self) -> None:
@@ -235,11 +237,16 @@ class Sinks(StepListener):
                     self._lineage.hyperparameters.append(found)
 
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        if self._recorder.are_known_finite(gradients):
+            return
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 self._look("grad", self._externals.parameter_name(parameter), parameter.grad, pending)
 
     def _look_at_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._recorder.are_known_finite(_kept_by(optimizer)):  # as always, nearly: no name is needed
+            return
         for parameter in parameters_of(optimizer):
             name = self._externals.parameter_name(parameter)
             self._look("param", name, parameter)
@@ -265,6 +272,12 @@ class Sinks(StepListener):
         return max((_largest_norm(group) for group in by_dtype.values()), default=0.0)
 
 
+@functools.cache
+def _huge(dtype: torch.dtype) -> float:
+    """A magnitude whose square comes near the end of the dtype's range."""
+    return math.sqrt(torch.finfo(dtype).max) * 1e-3
+
+
 def _largest_norm(group: list[Tensor]) -> float:
     largest = torch.stack(torch._foreach_norm(group)).max().item()
     if math.isfinite(largest):
@@ -282,6 +295,15 @@ def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float | Tensor]]:
         for index, item in enumerate(value if several else (value,)):
             if isinstance(item, float) or (isinstance(item, Tensor) and item.is_floating_point()):
                 yield f"{name}[{index}]" if several else name, item
+
+
+def _kept_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What an optimizer keeps from step to step: its parameters, and the tensors of its state."""
+    yield from parameters_of(optimizer)
+    for state in optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor):
+                yield value
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,6 +24,7 @@ INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 #: Their values are counted as not read.
 QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 #: From this many elements on one pass of `sum` is cheaper than `aminmax`, which has less to set up.
@@ -116,7 +117,10 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 def readable(plane: Tensor) -> Tensor:
     """The same values in a form that every statistic takes: real, at least 2 bytes wide, each stored value once."""
-    plane = plane.detach()
+    if plane.requires_grad and torch.is_grad_enabled():
+        plane = plane.detach()
+    if plane.dtype in _PLAIN_FLOATS and plane.is_contiguous():
+        return plane
     if plane.is_complex():
         plane = torch.view_as_real(plane.resolve_conj())
     if plane.element_size() == 1:
