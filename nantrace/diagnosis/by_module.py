@@ -19,6 +19,7 @@ from nantrace.diagnosis.parents import (
     NAN,
     Root,
     births,
+    died,
     enclosing,
     is_external,
     is_real,
@@ -155,7 +156,7 @@ def _bad_rows(seen: Seen, last: int) -> list[int]:
 
 def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
     external = [root for root in roots if is_external(seen, root[0])]
-    root = (external or list(roots))[0]
+    root = (external or [root for root in roots if not died(seen, root[0])] or list(roots))[0]
     stage = _stage(seen, root[0])
     why = None
     if seen.role[sink] == Role.BUFFER and evidence.skipped(seen, int(seen.step[sink])):

@@ -71,11 +71,13 @@ def cause(seen: Seen, row: int, stage: Stage | None) -> str | None:
         return BAD_STATE[Role(int(seen.role[row]))]
     if stage == "optimizer" and nonfinite_rates(seen, row):
         return "nonfinite_learning_rate"
+    if stage == "update" and growth.exploded(seen, row):  # what then overflowed is the messenger
+        return "exploding_update"
     if seen.infinite[row] and overflowed(seen, row):
         return "overflow"
     if suspects.ignored_labels(seen, row) is not None:
         return "nothing_to_average"
-    return "exploding_update" if stage == "update" and growth.exploded(seen, row) else None
+    return None
 
 
 def nonfinite_rates(seen: Seen, row: int) -> list[float]:
@@ -150,7 +152,7 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
                 "read from elsewhere, such as a file, numpy or an attribute."
             )
         return f"The code of {name} itself made it, between its submodules, out of finite values."
-    if cause == "overflow":
+    if cause == "overflow" or (cause == "exploding_update" and seen.infinite[row] and overflowed(seen, row)):
         largest = LARGEST.get(site.dtype)
         limit = f" ({largest:,.5g})" if largest and largest > 1e6 else f" ({largest:,.0f})" if largest else ""
         return f"Inputs and weights are finite; the result left {site.dtype}'s range{limit}."

@@ -93,6 +93,18 @@ def _union(roots: dict[tuple[int, str], frozenset[Root]], rows: list[int], kind:
     return frozenset().union(*(roots.get((row, kind), {(row, kind)}) for row in rows))
 
 
+def died(seen: Seen, row: int) -> bool:
+    """Whether modules read this output of a forward, and all that they put out of it was finite: a ReLU of -inf.
+
+    Code outside of these modules may still have read it.
+    """
+    if seen.role[row] != Role.OUTPUT or seen.phase[row] != Phase.FORWARD:
+        return False
+    calls = seen.calls(int(seen.step[row])).values()
+    readers = [call for call in calls if any(row in parents(seen, given) for given in call.inputs if seen.bad[given])]
+    return bool(readers) and not any(seen.bad[out] for call in readers for out in call.outputs)
+
+
 def is_external(seen: Seen, row: int) -> bool:
     """A birth that is no birth: the batch, or state that was nonfinite when it was first seen."""
     role = int(seen.role[row])
