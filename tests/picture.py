@@ -18,7 +18,7 @@ import nantrace
 from tests.render.test_html_browser import CHROMIUM, playwright
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_WIDTH, _HEIGHT = 960, 1180  # of what is shown of the page: verdict, evidence, next checks and the way
+_WIDTH, _HEIGHT = 960, 1192  # of what is shown of the page: verdict, evidence, next checks and the way
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         shown.goto(page.as_uri())
         taken = shown.screenshot()
         browser.close()
-    Image.open(io.BytesIO(taken)).convert("RGB").quantize(48).save(EXAMPLES / "report.png", optimize=True)
+    Image.open(io.BytesIO(taken)).convert("RGB").quantize(256).save(EXAMPLES / "report.png", optimize=True)
 
 
 if __name__ == "__main__":

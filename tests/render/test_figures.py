@@ -244,3 +244,11 @@ def test_small_and_odd_traces_give_a_figure(make) -> None:  # type: ignore[no-un
     assert headroom_map(trace, verdict).bits.shape == headroom_map(trace, verdict).bad.shape
     assert len(ledger(trace).loss) == len(ledger(trace).steps)
     assert len(way(trace, verdict).stops) == 0 or verdict.status != "clean"
+
+
+def test_words_at_a_stop_stand_where_its_line_does_not() -> None:
+    path = tuple({"module": name, "op": "aten.add", "phase": "forward"} for name in ("b", "a", "c"))
+    shown = way(None, Verdict("fault", path=path))
+    assert [lane.name for lane in shown.lanes] == ["(model)", "a", "b", "c"]
+    assert [shown.rises(number) for number in range(3)] == [True, False, False]
+    assert [shown.rises(number, before=True) for number in range(3)] == [False, False, True]

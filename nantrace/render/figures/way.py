@@ -39,6 +39,11 @@ class Way:
     stops: tuple[Stop, ...]
     note: str
 
+    def rises(self, number: int, before: bool = False) -> bool:
+        """Whether the line from a stop to the next, or to the one before, goes up: words there stand below it."""
+        other = number - 1 if before else number + 1
+        return 0 <= other < len(self.stops) and self.stops[other].lane < self.stops[number].lane
+
 
 def way(trace: Trace | None, verdict: Verdict) -> Way:
     """The way that a verdict tells; one without a path gives its origin alone, one without an origin nothing."""

@@ -61,7 +61,7 @@ def _stops(ax: Axes, shown: Way) -> None:
             ax.annotate(
                 written(stop.what, 28),
                 (number, stop.lane),
-                xytext=(-8 if right else 8, 6),
+                xytext=(-8 if right else 8, -12 if shown.rises(number, before=right) else 6),
                 textcoords="offset points",
                 ha="right" if right else "left",
                 fontsize="x-small",

@@ -31,9 +31,8 @@ def path_svg(trace: Trace | None, verdict: Verdict) -> tuple[str, str]:
         parts.append(mark(shape, x, y, css, name))
         if len(shown.stops) <= _NAMED or stop.kind != "way":
             late = x > WIDTH - 180
-            parts.append(
-                words(x + (-10 if late else 10), y - 3, stop.what, "told small", "end" if late else "start", 30)
-            )
+            y += 12 if shown.rises(number, before=late) else -3
+            parts.append(words(x + (-10 if late else 10), y, stop.what, "told small", "end" if late else "start", 30))
     kinds = [kind for kind in _MARKS if any(stop.kind == kind for stop in shown.stops)]
     parts.append(legend((*_MARKS[kind], kind) for kind in kinds))
     told = f"The way of the nonfinite value in {len(shown.stops)} stops over {len(shown.lanes)} modules and tensors"
