@@ -59,11 +59,11 @@ def matrix(
     _refuse_unknown(step, module)
     asked = _Asked(chosen, module, other_batch, smallest)
     if capture is None:
-        with Replays(step, max_replays, progress) as replays:
+        with Replays(step, max_replays, progress, alike=True) as replays:
             return _contrast(replays, asked)
     with applied(step, capture) as captured:
         assert captured.step is not None
-        with Replays(captured.step, max_replays, progress) as replays:
+        with Replays(captured.step, max_replays, progress, alike=True) as replays:
             found = _contrast(replays, asked)
     notes = [*captured.differs()]
     if found.base.outcome == "finite":

@@ -16,9 +16,11 @@ import torch
 
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.capture.sites import watched_modules
+from nantrace.errors import NantraceError
 from nantrace.flow.record import Recording, record
 from nantrace.replay.afford import Cost
 from nantrace.replay.ends import Ends, EndsListener
+from nantrace.replay.ranks import Ranks
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
 
@@ -33,6 +35,7 @@ class Replays:
         step: what to run.
         most: how many runs are allowed; asking whether some are left is the caller's business.
         progress: told one line a run.
+        alike: where several ranks run the step together, each of their runs must be of the same kind.
 
     Attributes:
         count: runs so far.
@@ -47,7 +50,9 @@ class Replays:
         ReplayError: the state cannot be kept.
     """
 
-    def __init__(self, step: Step, most: int, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, step: Step, most: int, progress: Callable[[str], None] | None = None, *, alike: bool = False
+    ) -> None:
         self.step, self.most = step, most
         self.snapshot = Snapshot(step)
         self.count = 0
@@ -58,6 +63,7 @@ class Replays:
         self.unprobed: list[Ends] = []
         self.probed: list[Ends] = []
         self._progress = progress
+        self._ranks = Ranks(alike)
 
     def __enter__(self) -> Replays:
         return self
@@ -65,7 +71,16 @@ class Replays:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.snapshot.leave()
+        try:
+            if kind is None or issubclass(kind, NantraceError):
+                self._run_along()
+        finally:
+            self.snapshot.leave()
+
+    def _run_along(self) -> None:
+        """This rank has done; other ranks of the step may not have, and need it in their collectives."""
+        while self.count and self._ranks.go_on(None):
+            self._plain(self._one("along with other ranks", same=False))
 
     @property
     def left(self) -> int:
@@ -77,11 +92,23 @@ class Replays:
 
         `same`: it is under probes, and meant to come to the same ends as a run without.
         """
+        if self.count:
+            self._ranks.go_on(what)
+        with self._one(what, same) as listener:
+            yield listener
+
+    @contextlib.contextmanager
+    def _one(self, what: str, same: bool) -> Iterator[EndsListener]:
         self.count += 1
         number = self.count
         listener = EndsListener(self.step.model)
         try:
-            with Lifecycle(self.snapshot.listener()), Lifecycle(listener), _listening(self.step.model, listener):
+            with contextlib.ExitStack() as exits:
+                if number == 1:
+                    exits.enter_context(self._ranks.meeting())
+                exits.enter_context(Lifecycle(self.snapshot.listener()))
+                exits.enter_context(Lifecycle(listener))
+                exits.enter_context(_listening(self.step.model, listener))
                 yield listener
             self.untouched = self.untouched or self.snapshot.untouched()
             self.settings = self.settings or self.snapshot.settings_changed()
@@ -95,7 +122,10 @@ class Replays:
 
     def plain(self, what: str) -> Ends:
         """One run that is watched at its ends only, compiled where the user compiled it."""
-        with self.one(what, same=False) as listener:
+        return self._plain(self.one(what, same=False))
+
+    def _plain(self, room: contextlib.AbstractContextManager[EndsListener]) -> Ends:
+        with room as listener:
             began, nodes = time.perf_counter(), _nodes_made()
             returned, error = called(self.step)
             self.cost = Cost(time.perf_counter() - began, max(0, _nodes_made() - nodes))
