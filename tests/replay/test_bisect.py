@@ -273,21 +273,33 @@ def test_modules_are_searched_in_the_order_in_which_they_run(monkeypatch: pytest
     assert "only ops within first.1 were" in said(verdict)
 
 
-def test_where_narrowing_leads_nowhere_every_op_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_called_past_its_hooks_is_found_in_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hidden(nn.Module):
-        """Calls its child past the hooks, last child first."""
+        """Last child first."""
 
         def __init__(self) -> None:
             super().__init__()
             self.late, self.early = nn.Linear(4, 4), Log()
 
         def forward(self, x: Tensor) -> Tensor:
-            mask = torch.full((4,), float("-inf"))
-            return self.late(self.early.forward(x)) + mask
+            return self.late(self.early.forward(x))
 
     monkeypatch.setattr(bisect_module, "is_affordable", lambda cost: False)
     verdict = bisect(step_of(model_with(Hidden())))
-    assert verdict.status == "fault" and verdict.origin is not None and verdict.origin.op == "aten.log"
+    assert verdict.status == "fault" and verdict.origin is not None
+    assert (verdict.origin.op, verdict.origin.module) == ("aten.log", "2.early")
+
+
+def test_where_narrowing_leads_nowhere_every_op_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(m: nn.Module, b: Tensor) -> Any:
+        loss = m(b).mean()
+        loss.backward()
+        return {"loss": loss.detach(), "accuracy": torch.empty(0).mean()}
+
+    monkeypatch.setattr(bisect_module, "is_affordable", lambda cost: False)
+    verdict = bisect(Step(run, model_with(nn.Tanh()), torch.randn(6, 4)))
+    assert (verdict.status, verdict.cause) == ("contained", "empty_reduction")
+    assert "Narrowing by modules led nowhere; every op of the step was watched." in said(verdict)
 
 
 def test_the_module_tree_is_in_post_order_with_the_sizes_of_subtrees() -> None:
