@@ -1,7 +1,8 @@
 """What the op pass costs: the flow of nonfinite values through a whole step, on a GPT-2-like model and on tiny tensors.
 
 Pairs within one process, as in overhead.py. The tiny model's figures are microseconds an op, the recorder's start and
-end included; an empty dispatch mode beside it says what PyTorch itself takes for calling back into Python.
+end included; an empty dispatch mode beside it says what PyTorch itself takes for calling back into Python. They are the
+thread's own time; machines differ by half in them from minute to minute, in the ratio of the two hardly: compare that.
 
     python benchmarks/oppass.py [--pairs 15] [--out benchmarks/results/oppass-cpu.csv]
 """
@@ -66,22 +67,35 @@ def op_rows(pairs: int) -> Iterator[dict[str, Any]]:
 
     step()
     ops = recorded().time
-    figures: dict[str, list[float]] = {"op pass, tiny tensors": [], "empty dispatch mode, tiny tensors": []}
-    for _ in range(pairs * 2):
-        bare = _seconds(step)
-        figures["op pass, tiny tensors"].append((_seconds(recorded) - bare) / ops * 1e6)
-        figures["empty dispatch mode, tiny tensors"].append((_seconds(in_empty_mode) - bare) / ops * 1e6)
+    ours: list[float] = []
+    empty: list[float] = []
+    for _ in range(pairs * 4):
+        ours_again, empty_again = _beyond(step, (recorded, in_empty_mode))
+        ours.append(ours_again / ops * 1e6)
+        empty.append(empty_again / ops * 1e6)
     torch.set_num_threads(threads)
-    for name, values in figures.items():
-        yield row(name, "us an op", values)
-    ours, empty = figures.values()
+    yield row("op pass, tiny tensors", "us an op", ours)
+    yield row("empty dispatch mode, tiny tensors", "us an op", empty)
     yield row("op pass to an empty mode, tiny tensors", "ratio", [a / b for a, b in zip(ours, empty, strict=True)])
 
 
+def _beyond(bare: Callable[[], Any], others: tuple[Callable[[], Any], ...]) -> list[float]:
+    """Seconds that each of `others` takes beyond `bare`, all within some milliseconds of each other.
+
+    A machine changes its speed within seconds, by half and more: each goes there and back again, so that what drifts
+    meets all alike.
+    """
+    there = [_seconds(each) for each in (bare, *others)]
+    back = [_seconds(each) for each in (*reversed(others), bare)]
+    first, *rest = [a + b for a, b in zip(there, reversed(back), strict=True)]
+    return [(each - first) / 2 for each in rest]
+
+
 def _seconds(do: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    """Of this thread's own time: what other processes take in between is nobody's cost. All runs on one thread."""
+    start = time.thread_time()
     do()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def main() -> None:
