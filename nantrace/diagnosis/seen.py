@@ -30,6 +30,8 @@ LARGEST = {
     "float8_e5m2": 57344.0,
 }
 
+#: A plain integer: it is compared for every row, and a member of an enum takes long to look up before Python 3.12.
+_RECOMPUTE = int(Phase.RECOMPUTE)
 _FORWARD_ROLES = (Role.INPUT, Role.OUTPUT)
 _NEVER_MASKS = (Role.LOSS, Role.GRAD, Role.GRAD_OUTPUT, Role.GRAD_INPUT)
 
@@ -172,11 +174,12 @@ class Seen:
             if site.role in (Role.PARAM, Role.GRAD, Role.BUFFER, Role.STATE):
                 names.setdefault((int(site.role), tensor_name(site)), []).append(number)
         order = np.argsort(self.trace.events["site"], kind="stable")
-        ordered = self.trace.events["site"][order]
+        # Where the rows of each site begin in that order, and behind the last.
+        begins = np.searchsorted(self.trace.events["site"][order], np.arange(len(self.trace.sites) + 1))
         found = {}
         for key, sites in names.items():
-            pieces = [order[np.searchsorted(ordered, s) : np.searchsorted(ordered, s, "right")] for s in sites]
-            found[key] = np.sort(np.concatenate(pieces))
+            pieces = [order[begins[s] : begins[s + 1]] for s in sites]
+            found[key] = np.sort(np.concatenate(pieces)) if len(pieces) > 1 else pieces[0]
         return found
 
     @cached_property
@@ -225,7 +228,7 @@ class Seen:
     def key(self, row: int) -> int:
         """Recomputed rows may carry the number of the call that they repeat."""
         number = int(self.call[row])
-        return -number if self.phase[row] == Phase.RECOMPUTE else number
+        return -number if int(self.phase[row]) == _RECOMPUTE else number
 
     def stats(self, row: int) -> TensorStats:
         event, site = self.trace.events[row], self.site(row)

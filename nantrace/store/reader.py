@@ -28,6 +28,8 @@ _BLOCK = 65_536  # rows of events read at once
 _LARGEST_CHUNK = 64 * 2**20  # bytes; HDF5 allocates a filtered chunk whole
 _LARGEST_RATIO = 1100  # deflate makes at most 1032 bytes out of one
 _ODD = object()
+_PHASES = {int(phase): phase for phase in Phase}
+_ROLES = {int(role): role for role in Role}
 _REQUIRED = ("names", "sites", "events")
 
 
@@ -121,7 +123,7 @@ def _read(file: h5py.File, path: str, progress: Callable[[str], None] | None) ->
     has_rows = tables["steps"] is not None and tables["lines"] is not None  # since format 1.1
     found = {name: _rows(table, name, counts.get(name), size) for name, table in tables.items() if name != "events"}
     names = join_names(found["names"].tolist())
-    sites = tuple(_site(row, number, names) for number, row in enumerate(found["sites"].tolist()))
+    sites = _sites(found["sites"].tolist(), names)
     return Trace(
         events=_events(tables["events"], counts.get("events"), len(sites), size, progress),
         sites=sites,
@@ -326,6 +328,29 @@ def _required(names: dict[int, str], reference: int, what: str) -> str:
     if text is None:
         raise Refused(f"has {what} without a name that it needs: it is damaged, trace the step again")
     return text
+
+
+def _sites(rows: list[tuple[int, ...]], names: dict[int, str]) -> tuple[Site, ...]:
+    texts: dict[int, str | None] = {**names, NULL: None}
+    found = []
+    for number, row in enumerate(rows):
+        module, phase, role, slot, dtype, shape, op, node, where = row
+        try:  # a lookup each: a large model has tens of thousands of sites
+            site = Site(
+                texts[module],
+                _PHASES[phase],
+                _ROLES[role],
+                names[slot],
+                names[dtype],
+                _shape(names[shape]),
+                texts[op],
+                texts[node],
+                texts[where],
+            )
+        except KeyError:
+            site = _site(row, number, names)  # says what is wrong
+        found.append(site)
+    return tuple(found)
 
 
 def _site(row: tuple[int, ...], number: int, names: dict[int, str]) -> Site:

@@ -138,11 +138,11 @@ TABLES: dict[str, tuple[np.dtype[Any], int]] = {
     "names": (NAME, 256),
     "sites": (SITE, 512),
     "modules": (MODULE, 256),
-    "steps": (STEP, 128),
+    "steps": (STEP, 512),
     "ledger": (BYTE, 8192),
     "lineage": (BYTE, 8192),
     "events": (EVENT, 1024),
-    "lines": (LINE, 128),
+    "lines": (LINE, 512),
 }
 COMMITTED = np.dtype([(name, "<u8") for name in TABLES])
 

@@ -13,7 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nantrace.errors import TraceFormatError
-from nantrace.steps import STEP, Steps, by_number, numbers_of, packed, told, unpacked
+from nantrace.steps import (
+    STEP,
+    Steps,
+    by_number,
+    figures,
+    had_nonfinite_numbers,
+    had_scale,
+    likely,
+    likely_places,
+    numbers_of,
+    packed,
+    told,
+    unpacked,
+    was_skipped,
+)
 from nantrace.store import TraceWriter, lines, load
 
 NUMBERS = {
@@ -168,3 +182,46 @@ def test_a_long_ledger_that_is_not_lines_of_objects_is_refused_at_once(
         file["ledger"][0] = ord("[")
     with pytest.raises(TraceFormatError, match="as line 0 of the ledger: it is damaged"):
         load(path)
+
+
+_LEDGER_NUMBERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "loss": st.one_of(st.none(), st.floats(allow_nan=True)),
+        "gradient_norm": st.floats(allow_nan=True),
+        "scale_before": st.floats(min_value=1, max_value=1e6),
+        "attempted": st.integers(0, 3),
+        "skipped": st.integers(0, 3),
+    },
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(_LEDGER_NUMBERS, st.booleans()), max_size=12))
+def test_numbers_rule_out_no_step_that_its_mapping_would_choose(written: list[tuple[dict[str, Any], bool]]) -> None:
+    plain = [{"step": number, **step} for number, (step, _) in enumerate(written)]
+    said = {place: plain[place] for place, (_, whole) in enumerate(written) if whole}
+    steps = Steps(np.array([packed(step) for step in plain], STEP), said)
+    tests = {
+        was_skipped: lambda step: step.get("skipped"),
+        had_scale: lambda step: step.get("scale_before") is not None,
+        had_nonfinite_numbers: lambda step: any(
+            isinstance(step.get(name), float) and not math.isfinite(step[name]) for name in ("loss", "gradient_norm")
+        ),
+    }
+    for could, holds in tests.items():
+        expected = [step["step"] for step in plain if holds(step)]
+        assert [step["step"] for step in likely(steps, could) if holds(step)] == expected
+        assert [place for place in likely_places(steps, could) if place not in said] == [
+            place for place in expected if place not in said
+        ]
+        assert [step["step"] for step in likely(plain, could) if holds(step)] == expected
+    for name in ("loss", "attempted"):
+        found, wanted = figures(steps, name), figures(plain, name)
+        assert [(number, _or_absent(value)) for number, value in found] == [
+            (number, _or_absent(value)) for number, value in wanted
+        ]
+
+
+def _or_absent(value: Any) -> Any:
+    return None if value is None or value != value or value == 0 else value
