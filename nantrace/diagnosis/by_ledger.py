@@ -13,7 +13,7 @@ from typing import Any
 from nantrace.diagnosis.standstill import stands_still, standstill
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Trace
-from nantrace.steps import is_nonfinite, told
+from nantrace.steps import had_nonfinite_numbers, is_nonfinite, likely
 
 _ALONE = "Only the ledger was kept: of tensors it holds the loss and the norms of the gradients, nothing else."
 _UNSAMPLED = (
@@ -40,7 +40,8 @@ def with_unsampled(verdict: Verdict, trace: Trace) -> Verdict:
 
     One that went wrong before the origin of the verdict stands beside it; where the verdict names no fault, it does.
     """
-    found = _of((step for step in told(trace.steps) if step.get("detailed") is False), standstill(trace.steps))
+    wrong = likely(trace.steps, had_nonfinite_numbers)
+    found = _of((step for step in wrong if step.get("detailed") is False), standstill(trace.steps))
     if found is None or found.status != "fault" or found.origin is None:
         return verdict
     if verdict.status != "fault" or verdict.origin is None:

@@ -133,7 +133,8 @@ def gate(
     Args:
         trace: the run. Of a skipped step neither the batch nor the loss nor the gradients count, only the skip.
         reference: a trace of a run that is known to be good. Losses and norms are compared over the updates that both
-            hold, counted from the beginning of each run.
+            hold, counted from the beginning of each run by the optimizers whose own state counts them, else from the
+            beginning of each trace.
         updates: committed updates that are asked, each optimizer's own counted.
         warm_up: attempted updates at the beginning of the trace (and of the reference) that are left out.
         loss_tolerance, norm_tolerance: percent by which the median, and the upper quantile, may lie from that of the

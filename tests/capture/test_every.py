@@ -270,3 +270,27 @@ def test_the_sample_looks_beside_itself_once_in_its_interval_for_each_kind_of_tr
         step = {"step": number, "skipped": int(number in (3, 5)), "loss": math.nan if number > 13 else 1.0}
         sample.ended(step if detailed else {**step, "detailed": False})
     assert taken == [0, 4, 10, 15, 20, 25, 30, 35]
+
+
+@pytest.mark.parametrize("path", [None, "trace.h5"])
+@pytest.mark.parametrize("notable", [None, 0])
+def test_a_nonfinite_step_outside_the_sample_is_told_where_rows_are_let_go(
+    path: str | None, notable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when so many steps were notable that its numbers alone are kept."""
+    if notable is not None:
+        monkeypatch.setattr("nantrace.capture.finished._NOTABLE", notable)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    file = None if path is None else tmp_path / path
+    with nantrace.trace(model, file, every=4, keep_steps=1, on_nonfinite="ignore") as tracer:
+        for step in range(20):
+            (model(torch.ones(1, 2)).sum() + (math.inf if step == 6 else 0.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    row = tracer.trace.steps[6]
+    assert (row["detailed"], row["loss"]) == (False, math.inf)
+    verdict = nantrace.diagnose(tracer.trace)
+    assert verdict.status == "fault"
+    assert verdict.origin is not None and (verdict.origin.step, verdict.origin.tensor) == (6, "loss")
+    assert verdict.evidence[0] == "The loss of step 6 was inf."
