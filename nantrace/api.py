@@ -37,7 +37,7 @@ def trace(
     batch: Any = None,
     modules: str | Sequence[str] | None = None,
     depth: int | None = None,
-    ops: bool | str | Sequence[str] = False,
+    ops: bool | str | Sequence[str] | None = False,
     on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
     capture: str | os.PathLike[str] | None = None,
     keep_steps: int | None = None,
@@ -55,7 +55,7 @@ def trace(
         modules: globs on FQNs that select modules; None all.
         depth: deepest level of modules to record: 0 the model alone, None all.
         ops: record single ops too, which costs more and names the op at fault: True for the whole step, or globs on
-            the FQNs of the modules whose ops are to be looked at.
+            the FQNs of the modules whose ops are to be looked at; False or None records none.
         on_nonfinite: what a fault does at the end of its step: "warn" once, "raise" a `NonfiniteError`, or "ignore".
             It is raised out of the call that ended the step, once that has done its work: `optimizer.step` (with a
             scaler: `scaler.update`), `tracer.mark_step`, or the block's end for a step that nothing else ended. An
@@ -104,7 +104,7 @@ def trace(
     optimizers = optimizers_in(optimizer)
     observers = []
     if capture is not None:
-        from nantrace.replay.captured import StepCapture
+        from nantrace.replay.capturing import StepCapture
 
         observers.append(StepCapture(model, optimizers, scaler, batch, capture, overwrite))
     return Tracer(
@@ -289,9 +289,9 @@ def diff(
     return compare(a, b, rtol=rtol, atol=atol, progress=progress)
 
 
-def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str]) -> Any:
+def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str] | None) -> Any:
     """The op recorder of a trace, or None."""
-    if ops is False:
+    if ops is False or ops is None:
         return None
     from nantrace.capture.options import patterns_in
     from nantrace.flow.live import LiveOps

@@ -113,3 +113,10 @@ def test_bisect_refuses_a_step_with_a_model_and_a_run_without_one() -> None:
         nantrace.bisect(step, model)
     with pytest.raises(TypeError, match=r"pass bisect\(run, model, batch\)"):
         nantrace.bisect(train)
+
+
+def test_a_trace_that_is_given_none_for_ops_records_none() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with nantrace.trace(model, ops=None, on_nonfinite="ignore") as tracer:
+        (model(torch.ones(1, 2)) * float("nan")).sum().backward()
+    assert tracer.trace.lineage is None and len(tracer.trace)

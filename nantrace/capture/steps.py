@@ -133,7 +133,7 @@ class StepRecorder(StepListener):
             self._state.observe_batch(self._batch)
         self._state.observe_parameters(Phase.FORWARD)
         self._state.observe_buffers(Phase.FORWARD)
-        for optimizer in self._known():
+        for optimizer in self.known_optimizers():
             self._state.observe_optimizer(optimizer, Phase.FORWARD)
 
     def reached(self) -> OpenStep:
@@ -275,7 +275,7 @@ class StepRecorder(StepListener):
             self.end()  # it has had its update: what comes now is the next step's
         step = self.step or self.open()
         step.began[id(optimizer)] += 1
-        first_sight = all(known is not optimizer for known in self._known())
+        first_sight = all(known is not optimizer for known in self.known_optimizers())
         with Quiet():
             self.books.updates.see(optimizer)
             if step.detailed:
@@ -392,7 +392,7 @@ class StepRecorder(StepListener):
         step.gradients_seen = True
         step.learning_rates += [group.get("lr") for group in optimizer.param_groups]
 
-    def _known(self) -> list[torch.optim.Optimizer]:
+    def known_optimizers(self) -> list[torch.optim.Optimizer]:
         found = (reference() for reference in self._found)
         return [*self._given, *(optimizer for optimizer in found if optimizer is not None)]
 

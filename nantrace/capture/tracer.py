@@ -180,6 +180,11 @@ class Tracer:
         return self._telling.faults
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of the model: handed over, or met when they first stepped in this block."""
+        return self._steps.known_optimizers()
+
+    @property
     def trace(self) -> Trace:
         """What was recorded of the finished steps. With a path it is read from the file.
 

@@ -172,6 +172,9 @@ def test_the_four_goals_say_what_is_present_and_what_is_missing(tmp_path: Path, 
     bare = tmp_path / "bare.capture"
     with nantrace.trace(model, capture=bare, on_nonfinite="ignore"):
         train(model, {"x": torch.ones(6, 4)}, optimizer)
+    assert "missing: the batch, the state of AdamW, which was not handed over" in recovery(bare)[2]
+    with nantrace.trace(model, capture=bare, on_nonfinite="ignore", overwrite=True):
+        model(torch.ones(6, 4)).mean().backward()
     assert "missing: the batch, the optimizer's state" in recovery(bare)[2]
 
 
@@ -187,3 +190,53 @@ def test_a_file_that_can_no_longer_be_written_is_said_once_and_training_goes_on(
     ):
         path.parent.rmdir()
         train(model, batch, optimizer)
+
+
+def test_an_optimizer_that_was_not_handed_over_is_captured_from_the_second_step_on(
+    tmp_path: Path, batch: dict[str, Tensor]
+) -> None:
+    model, optimizer = build(nn.Tanh())
+    path = tmp_path / "step.capture"
+    with nantrace.trace(model, batch=batch, capture=path, on_nonfinite="ignore"):
+        train(model, batch, optimizer)
+        moments = optimizer.state[model[0].weight]["exp_avg"].clone()
+        batch["x"][0, 0] = torch.nan
+        train(model, batch, optimizer)
+    kept = read(path).kept
+    assert kept["manifest"]["optimizers"] == ["AdamW"] and kept["manifest"]["unkept"] == []
+    assert torch.equal(kept["optimizers"][0]["state"][0]["exp_avg"], moments)
+    assert "missing" not in "".join(recovery(path)[:3])
+
+    other_model, other = build(nn.Tanh())
+
+    def run(m: nn.Module, b: dict[str, Tensor]) -> Tensor:  # names its optimizer in its closure alone
+        torch.save(other.state[m[0].weight]["exp_avg"], tmp_path / "seen.pt")  # whatever it holds is put back
+        return train(m, b, other)
+
+    verdict = nantrace.bisect(run, other_model, {"x": torch.zeros(6, 4)}, capture=path)
+    assert (verdict.status, verdict.stage) == ("fault", "input") and not other.state
+    assert torch.equal(torch.load(tmp_path / "seen.pt"), moments)
+    assert "The capture" not in " ".join(verdict.evidence)
+
+
+def test_what_a_capture_of_the_first_step_lacks_is_in_the_file_and_in_the_verdict(
+    tmp_path: Path, batch: dict[str, Tensor]
+) -> None:
+    model, optimizer = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    path = tmp_path / "step.capture"
+    with nantrace.trace(model, batch=batch, capture=path, on_nonfinite="ignore"):
+        scaler.scale(model(batch["x"]).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert read(path).kept["manifest"]["unkept"] == ["GradScaler"]  # it skipped, so nobody met an optimizer
+    missing = "missing: the optimizer's state, the state of GradScaler, which was not handed over and first seen"
+    assert missing in recovery(path)[2]
+    verdict = nantrace.bisect(step_of(model, optimizer, batch), capture=path)
+    assert any(each.startswith("The capture lacks the state of GradScaler: pass ") for each in verdict.evidence)
+
+
+def test_a_captured_optimizer_that_the_step_does_not_name_is_said(captured: Path, batch: dict[str, Tensor]) -> None:
+    model, _ = build()
+    verdict = nantrace.bisect(lambda m, b: m(b["x"]).mean().backward(), model, batch, capture=captured)
+    assert any("holds the state of AdamW, and the step names no such optimizer" in each for each in verdict.evidence)
