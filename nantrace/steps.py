@@ -157,7 +157,15 @@ def likely(steps: Iterable[Step], could: Could) -> Iterator[Step]:
         could: says for rows of `STEP` which can be; the others are not unpacked. Steps that stand nowhere as a row of
             numbers all come.
     """
-    return (steps[place] for place in likely_places(steps, could)) if isinstance(steps, Steps) else iter(steps)
+    return _at(steps, likely_places(steps, could)) if isinstance(steps, Steps) else iter(steps)
+
+
+def _at(steps: Steps, places: Sequence[int]) -> Iterator[Step]:
+    """The steps at these places; their rows are unpacked many at once."""
+    for begin in range(0, len(places), _BLOCK):
+        block = places[begin : begin + _BLOCK]
+        for place, row in zip(block, steps.rows[block].tolist(), strict=True):
+            yield steps.said[place] if place in steps.said else unpacked(row)
 
 
 def likely_places(steps: Sequence[Step], could: Could) -> Sequence[int]:
