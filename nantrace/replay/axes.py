@@ -350,6 +350,26 @@ def _refuse_compiled(scene: Scene) -> str:
     return "" if scene.compiles else "the step compiles nothing"
 
 
+def _refuse_inductor(scene: Scene) -> str:
+    return _refuse_compiled(scene) or _no_compiler(scene.step.model)
+
+
+def _no_compiler(model: nn.Module) -> str:
+    """Why inductor cannot make a kernel here, "" if it can: it needs Triton on a GPU, and a C++ compiler elsewhere."""
+    device = next((tensor.device.type for tensor in (*model.parameters(), *model.buffers())), "cpu")
+    if device != "cpu":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else f"inductor needs Triton for {device}, which is not usable here"
+    from torch._inductor import cpp_builder  # takes seconds; the step has loaded the compiler
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:  # of a class of inductor's own, which moved between versions
+        return f"inductor finds no C++ compiler here ({type(error).__name__}): install one, or name it in CXX"
+    return ""
+
+
 def _backend(name: str) -> Callable[[Scene], contextlib.AbstractContextManager[Step]]:
     @contextlib.contextmanager
     def room(scene: Scene) -> Iterator[Step]:
@@ -384,5 +404,5 @@ TABLE: dict[str, Axis] = {
         _refuse_compiled, _says("compiled code run eagerly"), lambda scene: contextlib.nullcontext(scene.step)
     ),
     "aot-eager": Axis(_refuse_compiled, _says("backend aot_eager"), _backend("aot_eager"), eager=False),
-    "inductor": Axis(_refuse_compiled, _says("backend inductor"), _backend("inductor"), eager=False),
+    "inductor": Axis(_refuse_inductor, _says("backend inductor"), _backend("inductor"), eager=False),
 }
