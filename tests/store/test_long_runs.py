@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nantrace.diagnosis.verdict import plain
 from nantrace.errors import TraceFormatError
 from nantrace.steps import (
     STEP,
@@ -68,16 +69,22 @@ def test_a_step_without_a_line_is_its_numbers(path: Path) -> None:
 
 def test_steps_behave_as_a_tuple_of_mappings(path: Path) -> None:
     steps = load(path).steps
-    plain = tuple(
+    whole = tuple(
         a_step(n, **({0: {"notes": ("one",)}, 3: {"notes": ("late",)}, 5: {"notes": ("one",)}}.get(n, {})))
         for n in range(10)
     )
-    assert steps == plain and tuple(steps) == plain
-    assert steps != plain[:-1] and steps != plain[::-1]
-    assert steps[-2] == plain[-2] and steps[2:9:3] == plain[2:9:3] and steps[:0] == ()
-    assert list(reversed(steps)) == list(reversed(plain))
+    assert steps == whole and tuple(steps) == whole
+    assert steps != whole[:-1] and steps != whole[::-1]
+    assert steps[-2] == whole[-2] and steps[2:9:3] == whole[2:9:3] and steps[:0] == ()
+    assert list(reversed(steps)) == list(reversed(whole))
     with pytest.raises(IndexError):
         steps[10]
+
+
+def test_steps_are_mappings_in_strict_json_too(path: Path) -> None:
+    steps = plain(load(path).steps)
+    assert type(steps) is list and steps[4] == plain(a_step(4))
+    assert steps[3]["notes"] == ["late"]
 
 
 def test_steps_of_which_more_is_known_are_found_without_the_others(path: Path) -> None:
