@@ -57,10 +57,10 @@ class ParameterHook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         recorder = self.recorder()
-        if recorder is not None and recorder.active and parameter.grad is not None:
-            recorder.accumulated(self, parameter.grad)
-            if recorder.told is not None:
-                recorder.told(parameter, parameter.grad)
+        if recorder is not None and recorder.active:
+            gradient = parameter.grad
+            if gradient is not None:
+                recorder.accumulated(self, gradient)
 
 
 class GradientRecorder:
@@ -73,13 +73,11 @@ class GradientRecorder:
     Attributes:
         active: hooks do nothing while it is False.
         awaiting: hooks of the current step whose gradient has not arrived.
-        told: called with a parameter and its gradient when backward has added to it; must not raise.
     """
 
     def __init__(self, buffer: Buffer, failed: Callable[[Exception], None]) -> None:
         self.active = False
         self.awaiting: set[GradientHook] = set()
-        self.told: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._buffer = buffer
         self._failed = failed
         self._reference = weakref.ref(self)
