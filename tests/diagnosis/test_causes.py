@@ -263,7 +263,9 @@ CAST = event(
 def test_a_gradient_that_overflows_in_a_skipped_iteration_is_the_scale_s() -> None:
     found = explained(CAST, skipped_iterations=[1])
     assert found.cause == "scaled_gradient_overflow"
-    assert "GradScaler skipped this iteration" in found.evidence[0]
+    assert "GradScaler skipped the update, the only one in this step." in found.evidence[0]
+    later = explained(CAST, skipped_iterations=[1], growth=[(2, 1.0, 1.0, 90)])
+    assert "GradScaler skipped this iteration (1 iteration skipped in this step)." in later.evidence[0]
     assert explained(CAST).cause == "cast_overflow"
 
 

@@ -132,6 +132,8 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
         return found
     skips = len(set(lineage.skipped_iterations))
     seen = f"GradScaler skipped this iteration ({plural(skips, 'iteration')} skipped in this step)."
+    if skips == 1 and not lineage.growth:
+        seen = "GradScaler skipped the update, the only one in this step."
     outside = updates_outside_the_scaler(lineage, event)
     facts = tuple(f"{name} was updated all the same: an optimizer stepped outside the scaler." for name in outside[:1])
     later = [iteration for iteration, *_ in lineage.growth if iteration > max(lineage.skipped_iterations)]
