@@ -2,8 +2,8 @@
 
 `flow` records it op by op, `diagnosis` follows it from sinks back to births, `store` keeps it as JSON. Knows no torch.
 
-Every nonfinite tensor that an op puts out is one `OpEvent`. Its parents are the events that wrote the nonfinite
-elements which the op read. A tensor that held nonfinite values before the recorder saw anybody write them is an
+Every nonfinite tensor that an op puts out is one `OpEvent`, or several, if its elements came about in different ways.
+Its parents are the events that wrote the nonfinite elements which the op read. A tensor that held nonfinite values before the recorder saw anybody write them is an
 external event: the batch, a parameter, a buffer, an optimizer moment, or a constant that the step itself held.
 """
 
@@ -21,7 +21,7 @@ from nantrace.errors import TraceFormatError
 
 #: How an event came to be nonfinite. `nan`: NaN out, none in. `inf`: infinity out, all finite in. `inserted`: explained
 #: by a nonfinite literal alone. `uninit`: memory nobody wrote. `external`: so before the step. `propagated`: the rest.
-#: Of an elementwise op, "in" is what stands in the same element; one that also passes others on is `nan` or `inf`.
+#: "In" is what reaches these elements of the output, as far as the op lets that be told.
 Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
 #: What an external event was before the step. `constant`: a tensor the step held. `unobserved`: an op outside the
 #: recorded region wrote it. `received`: a collective filled it with what other processes had. `grad`: it lay in a
@@ -75,7 +75,7 @@ class OpEvent:
     samples: tuple[int, ...] = ()  # indices along dim 0 that hold a nonfinite element, if dim 0 is the batch
     nan_parents: tuple[int, ...] = ()
     inf_parents: tuple[int, ...] = ()
-    beside: tuple[str, ...] = ()  # "nan", "inf": elements of an elementwise op born beside those that parents explain
+    beside: tuple[int, int, int] = (0, 0, 0)  # NaN, +inf, -inf in the same output that are another event's
     node_key: tuple[int, int, str] | None = None
     outputs: int = 1  # how many tensors the op put out
     inplace: bool = False

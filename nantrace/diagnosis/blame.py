@@ -127,7 +127,8 @@ class _Case:
         if not 2 <= len(candidates) <= _MOST_CANDIDATES or len(candidates) != len(hit.roots):
             return hit.roots
         for id in candidates:
-            others = frozenset(self.roots.event(other).time for other in candidates if other != id)
+            times = {self.roots.event(other).time for other in candidates if other != id}
+            others = frozenset(times - {self.roots.event(id).time})
             replayed = self.neutralised.get(others)
             if replayed is None:
                 self.wants = self.wants or Neutral(others)

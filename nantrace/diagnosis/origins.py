@@ -94,14 +94,15 @@ def _owner(event: OpEvent) -> str | None:
 
 def _output(event: OpEvent) -> TensorStats:
     numel = math.prod(event.shape)
+    nan, posinf, neginf = (a + b for a, b in zip((event.nan, event.posinf, event.neginf), event.beside, strict=True))
     return TensorStats(
         dtype=event.dtype,
         shape=event.shape,
         numel=numel,
-        finite=numel - event.nan - event.posinf - event.neginf,
-        nan=event.nan,
-        posinf=event.posinf,
-        neginf=event.neginf,
+        finite=numel - nan - posinf - neginf,
+        nan=nan,
+        posinf=posinf,
+        neginf=neginf,
         min=event.min,
         max=event.max,
         first_bad=event.first_bad,

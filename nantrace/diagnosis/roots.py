@@ -76,7 +76,7 @@ class Roots:
         born_here = kind == "nan" and not any(k == "nan" for _, k in follow)
         if born_here and event.kind not in ("external", "uninit", "inserted"):
             found = frozenset(root for root in found if self._feeds_nan(self.event(root), event))
-        return found | {id} if kind in event.beside else found or frozenset((id,))
+        return found or frozenset((id,))
 
     def _feeds_nan(self, root: OpEvent, maker: OpEvent) -> bool:
         """Whether an infinity is to blame for the NaN that `maker` made of it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from nantrace.flow.births import is_datalike, kind_of, operands, output_fields, scalars
 from nantrace.flow.calls import Call
 from nantrace.flow.context import Context, Whereabouts
-from nantrace.flow.elements import explained
+from nantrace.flow.elements import Share, shares
 from nantrace.flow.externals import External, Externals
 from nantrace.flow.host import HostReads
 from nantrace.flow.memory import Memory, Unseen
@@ -102,40 +102,47 @@ class Chronicle:
                 event.absorbed_by += (call.facts.op,)
 
     def _event(self, call: Call, place: Context, index: int, plane: Tensor, outputs: int) -> None:
+        """An event of an output; of one whose elements have several explanations, an event for each of these."""
         mine = [look for a, look in call.bad if not call.list_length or -1 in (a.index, index) or a.index == index]
-        literal = self.host.behind_literal(call)
+        found, literal = masks(plane), self.host.behind_literal(call)
         looks = [*mine, literal] if literal is not None else mine
-        nan_parents = frozenset().union(*(look.nan_ids for look in looks))
-        inf_parents = frozenset().union(*(look.inf_ids for look in looks))
-        found = masks(plane)
-        single = explained(call, plane, found, self.memory.who) if literal is None and call.bad else None
-        if single is not None:
-            nan_parents, inf_parents = single.nan_ids, single.inf_ids
-        kind = kind_of(call, found, nan_parents, inf_parents)
-        beside = single.born if single is not None and (nan_parents or inf_parents) else ()
-        if kind == "propagated" and beside:
-            kind = "nan" if "nan" in beside else "inf"
+        told_apart = None if literal is not None else shares(call, plane, found, self.memory.written_by)
+        if told_apart is None:
+            nan_parents = frozenset().union(*(look.nan_ids for look in looks))
+            inf_parents = frozenset().union(*(look.inf_ids for look in looks))
+            told_apart = [Share(found.bad, nan_parents, inf_parents)]
+        events = []
+        for share in told_apart:
+            part = found if len(told_apart) == 1 else found.within(share.mask, plane)
+            events.append((part, self._event_of(call, place, index, plane, part, share)))
+        for part, event in events:
+            event.outputs = outputs
+            event.beside = (found.nan - part.nan, found.posinf - part.posinf, found.neginf - part.neginf)
+            event.id = len(self._lineage.events) + 1
+            self.memory.blame(plane, part, event.id)
+            self._keep(event)
+
+    def _event_of(self, call: Call, place: Context, index: int, plane: Tensor, found: Masks, share: Share) -> OpEvent:
+        """The event of those elements of an output that `found` selects; without its id."""
+        kind = kind_of(call, found, share.nan_ids, share.inf_ids)
         born = kind in ("nan", "inf", "inserted")
         event = OpEvent(
-            id=len(self._lineage.events) + 1,
+            id=0,
             time=self._recorder.time,
             op=call.facts.op,
             kind=kind,
             iteration=self._rounds.iteration,
             **place.fields(),
             **output_fields(plane, found, self._externals.batch_size, described=born),
-            nan_parents=tuple(sorted(nan_parents)),
-            inf_parents=tuple(sorted(inf_parents)),
-            beside=beside,
-            outputs=outputs,
+            nan_parents=tuple(sorted(share.nan_ids)),
+            inf_parents=tuple(sorted(share.inf_ids)),
             inplace=call.facts.mutates,
             carries_grad=call.task >= 0 or call.needs_grad(),
         )
         if born:
             event.operands = operands(call, index, self._externals)
             event.scalars = scalars(call)
-        self.memory.blame(plane, found, event.id)
-        self._keep(event)
+        return event
 
     def _hand_out(self, call: Call, place: Context, plane: Tensor, outputs: int) -> None:
         """Memory that nobody has written: no event, unless somebody reads its elements as they are."""

@@ -78,8 +78,8 @@ def op_row(event: OpEvent) -> tuple[Site, tuple[Any, ...]]:
     phase = Phase[event.phase.upper()] if event.phase is not None else Phase.FORWARD
     site = Site(event.module, phase, Role.OP, "output", event.dtype, event.shape, event.op, event.node, event.where)
     numel = math.prod(event.shape)
-    finite = numel - event.nan - event.posinf - event.neginf
+    bad = [a + b for a, b in zip((event.nan, event.posinf, event.neginf), event.beside, strict=True)]
     low = math.nan if event.min is None else event.min
     high = math.nan if event.max is None else event.max
-    counts = (numel, finite, event.nan, event.posinf, event.neginf)
+    counts = (numel, numel - sum(bad), *bad)
     return site, (*counts, low, high, math.nan, event.first_bad, 0, 0, 0, int(Columns.FIRST_BAD))

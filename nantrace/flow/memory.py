@@ -139,8 +139,8 @@ class Memory:
             if self.scanner.is_finite(plane):
                 continue
             found = masks(plane)
-            nan_ids = self.who(plane, found.nan_mask) if found.nan else frozenset()
-            inf_ids = self.who(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
+            nan_ids = self._wrote(plane, found.nan_mask) if found.nan else frozenset()
+            inf_ids = self._wrote(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
             if 0 in nan_ids or 0 in inf_ids:
                 id = self._external(plane, found)
                 self.writers.adopt(plane, found.bad, id)
@@ -150,9 +150,13 @@ class Memory:
             return Look(found.nan, found.posinf, found.neginf, nan_ids, inf_ids, found)
         return None
 
-    def who(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
+    def _wrote(self, plane: Tensor, mask: Tensor) -> frozenset[int]:
         """Ids of the events that wrote these elements; 0 among them if somebody unseen did."""
         return frozenset(self._unwritten(id) if id < 0 else id for id in self.writers.of(plane, mask))
+
+    def written_by(self, tensor: Tensor, id: int) -> Tensor | None:
+        """Mask of the elements that the event `id` wrote; None if that cannot be told."""
+        return self.writers.by(tensor.detach(), id)
 
     def wrote_plainly(self, tensor: Tensor) -> bool:
         """A tensor was just written: whether it is plain, small and finite. The short way, for almost every output."""

@@ -191,6 +191,13 @@ class Masks:
         """How many elements are nonfinite."""
         return self.nan + self.posinf + self.neginf
 
+    def within(self, mask: Tensor, plane: Tensor) -> Masks:
+        """Those of these elements of `plane` that `mask` selects."""
+        nan_mask, inf_mask = self.nan_mask & mask, self.inf_mask & mask
+        infinities = int(torch.count_nonzero(inf_mask))
+        negative = int(torch.count_nonzero(inf_mask & (plane == -math.inf))) if self.neginf else 0
+        return Masks(nan_mask, inf_mask, int(torch.count_nonzero(nan_mask)), infinities - negative, negative)
+
 
 def masks(plane: Tensor) -> Masks:
     """Complex: an element is NaN if a part is, else infinite if a part is; its infinities count as positive."""

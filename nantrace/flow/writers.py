@@ -62,6 +62,13 @@ class Writers:
             return frozenset((largest,))
         return frozenset(torch.unique(ids[mask]).tolist())
 
+    def by(self, plane: Tensor, writer: int) -> Tensor | None:
+        """Mask of the elements of `plane` that `writer` wrote; None if they cannot be told from others."""
+        entry = self.entries.get(plane.untyped_storage()._cdata)
+        if entry is None or entry.ids is None or entry.width != plane.element_size():
+            return None
+        return _like(entry.ids, plane) == writer
+
     def write(self, plane: Tensor, mask: Tensor, writer: int, every: bool = False) -> None:
         """From now on `writer` wrote the elements that `mask` selects; `every`: these are all of the plane."""
         storage = plane.untyped_storage()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.zoo.case import Batch, Program, case
 from tests.zoo.cases.parts import INF, NAN, sgd, training
-from tests.zoo.further.parts import HARMLESS, fault, good_rows
+from tests.zoo.further.parts import HARMLESS, RowShare, fault, good_rows
 
 
 @case("neighbours that do not exist are infinitely far, and sorted to the end", HARMLESS)
@@ -257,3 +257,52 @@ def sigmoid_written_out_without_gradient() -> Program:
 
     torch.manual_seed(0)
     return (model := nn.Linear(3, 1)), {"x": good_rows()}, training(model, loss_of)
+
+
+class _Dropping(nn.Module):
+    """`norm`, then the valid rows of it, then `head`."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        return self.head(self.norm(x)[valid])
+
+
+def _dropping(norm: nn.Module, x: Tensor) -> Program:
+    torch.manual_seed(0)
+    batch = {"x": x, "valid": torch.tensor([False, True, True, True])}
+    model = _Dropping(norm)
+    return model, batch, training(model, lambda model, batch: model(batch["x"], batch["valid"]).square().mean())
+
+
+class _Attend(nn.Module):
+    """A softmax over exp of what it is given, where that is not 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(torch.exp(x).masked_fill(x == 0, -INF), -1)
+
+
+@case(
+    "rows of padding are NaN and dropped; a valid row is divided by its sum of 0",
+    fault("forward", op="aten.div", module="norm", kind="nan"),
+)
+def padding_is_dropped_beside_a_fault() -> Program:
+    x = torch.tensor([[NAN, NAN, NAN], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    return _dropping(RowShare(), x)
+
+
+@case(
+    "a row that overflows is dropped; in a valid row everything is masked",
+    fault("forward", op="aten._softmax", module="norm", kind="nan"),
+)
+def overflow_is_dropped_beside_an_empty_row() -> Program:
+    x = torch.tensor([[1000.0, 1.0, 1.0], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    return _dropping(_Attend(), x)
+
+
+@case("a row that overflows is dropped before it is used", HARMLESS)
+def overflow_is_dropped() -> Program:
+    x = torch.tensor([[1000.0, 1.0, 1.0], [1.0, 2.0, 3.0], [0.0, 0.5, 0.0], [1.0, 1.0, 1.0]])
+    return _dropping(_Attend(), x)
