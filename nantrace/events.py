@@ -235,8 +235,9 @@ class Trace:
         steps: one mapping a step (the ledger); absent keys were not recorded. Of a long run a sequence that makes them
             when asked (`nantrace.steps.Steps`).
             Of each step: "step", "first_seq", "events", "seconds", the updates "attempted", "committed" and "skipped";
-            unless only its numbers were kept, "unobserved" and "backwards"; of a step without a backward "awaited"
-            (tensors of modules that could have been differentiated).
+            unless only its numbers were kept, "unobserved" and "backwards"; of a step without a backward "cleared"
+            (True when an optimizer of the model cleared its gradients in it); of others "uncleared" (True when the
+            first backward found gradients in `.grad` that nothing had cleared in that step).
             Loss and rates: "loss", "losses" (by name), "lr", "schedulers".
             Loss scale: "scale_before", "scale_after", "skipped_by" (parameters whose gradients made the scaler skip).
             Updates so far: "attempted_total", "committed_total", "skipped_total", "totals_from", "optimizers" (each, if

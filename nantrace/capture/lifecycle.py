@@ -44,6 +44,9 @@ class StepListener:
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """Not called when the optimizer raised. Called for a fused optimizer whose kernel skipped: see `found_inf`."""
 
+    def gradients_cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before `optimizer.zero_grad()`: what runs around it trains."""
+
     def scaler_seen(self, scaler: torch.amp.GradScaler) -> None:
         """Before the first change that a scaler goes through while watched."""
 
@@ -151,6 +154,7 @@ def _watch(lifecycle: Lifecycle) -> None:
             _wrap(scaler, "get_scale", _scale_read)
             _wrap(scaler, "step", _scaler_step)
             _wrap(scaler, "update", _scaler_update)
+            _wrap(torch.optim.Optimizer, "zero_grad", _zero_grad)
             # `clip_grad_norm_` itself is bound wherever it was imported, what it calls is looked up here.
             if hasattr(clip_grad, "_clip_grads_with_norm_"):
                 _wrap(clip_grad, "_clip_grads_with_norm_", _clip)
@@ -209,6 +213,14 @@ def _optimizer_ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """PyTorch calls it last of all in `optimizer.step`: what is raised here comes out of a step that was taken."""
     _tell_all("optimizer_ends", optimizer)
     _raise_what_waits()
+
+
+def _zero_grad(original: Any) -> Callable[..., Any]:
+    def nantrace_zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _tell_all("gradients_cleared", optimizer)
+        return original(optimizer, *args, **kwargs)
+
+    return nantrace_zero_grad
 
 
 def _backward(original: Any) -> Callable[..., Any]:

@@ -83,6 +83,8 @@ class StepRecorder(StepListener):
         self._buffer = buffer
         self._state = state
         self._given = list(optimizers)
+        # Since the last step ended: an optimizer of the model cleared its gradients; a backward began beside old ones.
+        self._cleared = self._uncleared = False
         self._found: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batch = batch
         self._scaled = scaled
@@ -171,9 +173,13 @@ class StepRecorder(StepListener):
             rows = self._rows(step)
             self._drained, self._ahead = [], 0
             missed = self.gradients.never_came() if step.backwards else []
+            cleared, uncleared = self._cleared and not step.backwards, self._uncleared
+            self._cleared = self._uncleared = False
             self._check_batch(step, rows)
             ledger = {
                 **step.row(len(rows), len(missed), self._notes(missed)),
+                **({"cleared": True} if cleared else {}),
+                **({"uncleared": True} if uncleared else {}),
                 **self.books.row(step, ended=True),
             }
         self._sample.ended(ledger)
@@ -255,6 +261,8 @@ class StepRecorder(StepListener):
             return
         step = self.reached()
         step.backwards += 1
+        if accumulates and step.backwards == 1 and not self._cleared:
+            self._uncleared = any(parameter.grad is not None for _, parameter in self._state.trained())
         name = "loss" if accumulates else "differentiated value"
         with Quiet():
             if accumulates:
@@ -267,6 +275,10 @@ class StepRecorder(StepListener):
     def backward_ends(self, accumulates: bool, nested: bool, failed: bool) -> None:
         if self.active and not nested and not failed:
             self._tell_if_closed()  # optimizers may have stepped inside
+
+    def gradients_cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._concerned(optimizer):
+            self._cleared = True
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._concerned(optimizer):

@@ -102,13 +102,13 @@ def cannot_have_made(seen: Seen, call: Call, row: int) -> bool:
 
 
 def weights_changed(seen: Seen, row: int) -> bool:
-    """Whether a linear map put out NaN that its input and its weights, as they were seen, cannot give.
+    """Whether a linear map put out what its input and its weights, as they were seen, cannot give: NaN or infinity.
 
-    Products of finite values far from overflow hold none: the weights were written after they were looked at, or a
+    Products of finite values far from overflow hold neither: the weights were written after they were looked at, or a
     hook changed the output.
     """
     call = seen.call_of(row)
-    if call is None or seen.role[row] != Role.OUTPUT or seen.phase[row] != Phase.FORWARD or not seen.nan[row]:
+    if call is None or seen.role[row] != Role.OUTPUT or seen.phase[row] != Phase.FORWARD or not seen.bad[row]:
         return False
     if call.children or not _LINEAR.fullmatch(seen.classes.get(call.module, "")) or not call.inputs:
         return False
@@ -116,6 +116,8 @@ def weights_changed(seen: Seen, row: int) -> bool:
     own = [int(r) for r in state if seen.site(int(r)).module == call.module]
     if not own or any(seen.bad[r] for r in (*call.inputs, *own)):
         return False
+    if seen.infinite[row] and seen.absmax(row) > LARGEST.get(seen.site(row).dtype, 1e4) / 16:
+        return False  # values near the end of the range stand beside the infinities: they left it
     largest = min(LARGEST.get(seen.site(r).dtype, 1e4) for r in (row, *call.inputs, *own))
     terms = max(int(seen.trace.events["numel"][r]) for r in (*call.inputs, *own))
     factors = [max(1.0, *(seen.absmax(r) for r in rows)) for rows in (call.inputs, own)]

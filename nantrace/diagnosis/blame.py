@@ -389,6 +389,8 @@ def _same_sink(one: Sink, other: Sink) -> bool:
 def _named(sink: Sink) -> str:
     if sink.kind == "exception":
         return f"an op that raised {sink.name}"
+    if sink.kind == "returned" and sink.name.startswith("output"):
+        return "what the model put out" + (f" ({sink.name})" if sink.name != "output" else "")
     if sink.kind == "returned":
         return "what the step returned" + (f" ({sink.name})" if sink.name != "returned" else "")
     if sink.kind == "loss":

@@ -23,6 +23,7 @@ from nantrace.diagnosis.parents import (
     enclosing,
     is_external,
     is_real,
+    is_used,
     overflowed,
     parents,
     put_in,
@@ -132,8 +133,11 @@ def _is_new(seen: Seen, row: int) -> bool:
 
 
 def _is_own_content(seen: Seen, sink: int, roots: Sequence[Root]) -> bool:
-    """An unused row of a parameter that was nonfinite before the step and is rewritten with it."""
-    if seen.role[sink] != Role.PARAM:
+    """An unused row of a parameter that was nonfinite before the step and is rewritten with it.
+
+    Or a moment that no update of the step read, as its parameter had no gradient.
+    """
+    if seen.role[sink] != Role.PARAM and (seen.role[sink] != Role.STATE or is_used(seen, sink)):
         return False
     return all(is_external(seen, row) and seen.name(row) == seen.name(sink) for row, _ in roots)
 
@@ -237,7 +241,7 @@ def _is_read(seen: Seen, row: int) -> bool:
     role = int(seen.role[row])
     site = seen.site(row)
     if role == Role.STATE:
-        return True
+        return is_used(seen, row)
     called = any(call.module == site.module for call in seen.calls(int(seen.step[row])).values())
     batch_norm = site.slot in ("running_var", "running_mean")
     return called and (role == Role.PARAM or (role == Role.BUFFER and batch_norm))
@@ -255,11 +259,13 @@ def _stage(seen: Seen, row: int) -> Stage | None:
     if phase is Phase.UPDATE:
         return "forward" if role is Role.BUFFER else "optimizer"
     if role is Role.LOSS:
-        return None if unseen else "loss"
+        return None if unseen or suspects.transformed(seen, int(seen.step[row])) else "loss"
     if role is Role.GRAD:
         if phase is Phase.BACKWARD:
             summed = seen.trace.meta.get("sharded") and made_elsewhere(seen, row)  # over the ranks, before it was seen
-            return "gradients" if summed else "backward"
+            if summed:
+                return "gradients"
+            return None if suspects.uncleared(seen, row) and made_elsewhere(seen, row) else "backward"
         return "gradients" if suspects.seen_after_backward(seen, row) else None
     if role in (Role.GRAD_OUTPUT, Role.GRAD_INPUT) or phase in (Phase.RECOMPUTE, Phase.BACKWARD):
         return None if suspects.may_hide(seen, row) is not None else "backward"

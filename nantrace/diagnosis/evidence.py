@@ -138,9 +138,10 @@ def _reason(seen: Seen, row: int, cause: str | None) -> str:
         return f"{site.tensor} was nonfinite when {site.module or 'the model'} was called with it{batch}."
     name = named(call.module)
     if weights_changed(seen, row):
+        what = "NaN" if seen.nan[row] else "infinities"
         return (
-            f"{name} put out NaN, which its input and its weights cannot give as they were seen: they are finite and "
-            "far from overflow. Its weights were written since the step began, or a hook changed its output."
+            f"{name} put out {what}, which its input and its weights cannot give as they were seen: they are finite "
+            "and far from overflow. Its weights were written since the step began, or a hook changed its output."
         )
     if seen.phase[row] == Phase.BACKWARD:
         outside = "" if role is Role.GRAD_INPUT else " to a module inside"
@@ -197,6 +198,8 @@ def _labels(seen: Seen, row: int) -> str:
 
 
 def _loss_reason(seen: Seen, row: int, above: Sequence[int]) -> str:
+    if suspects.transformed(seen, int(seen.step[row])):
+        return "The loss is nonfinite. Modules ran inside a functorch transform, where no tensor of theirs can be read."
     if not suspects.model_unseen(seen, int(seen.step[row])):
         return f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}."
     return (
@@ -225,11 +228,15 @@ def _gradient_reason(seen: Seen, row: int) -> str:
 
 
 def _elsewhere(seen: Seen, row: int) -> str:
-    owner = seen.site(row).module
+    owner = seen.site(row).module or "the model"
     way = "its values or a gradient through it, as a penalty does" if differentiated_before(seen, row) else "it"
+    old = ""
+    if suspects.uncleared(seen, row):
+        old = f". Or {seen.name(row)}.grad was nonfinite before: gradients lay there that nothing had cleared"
     return (
         f"The gradient of {seen.name(row)} is nonfinite, though {owner} cannot have made it: its inputs, weights and "
-        f"the gradients that reached it are finite and far from overflow. Other code reads {way}, or a hook changed it."
+        "the gradients that reached it are finite and far from overflow. "
+        f"Other code reads {way}, or a hook changed it{old}."
     )
 
 

@@ -410,6 +410,12 @@ def parameter_of(seen: Seen, state: str) -> str | None:
     return max(fits, key=len) if fits else None
 
 
+def is_used(seen: Seen, row: int) -> bool:
+    """Whether an update of the step can have read this state of an optimizer: its parameter had a gradient."""
+    parameter = parameter_of(seen, seen.name(row))
+    return parameter is None or _has_gradient(seen, int(seen.step[row]), parameter)
+
+
 def _moments(seen: Seen, parameter: str | None, row: int) -> list[int]:
     if parameter is None:
         return []

@@ -160,7 +160,7 @@ class Seen:
             return False
         if self.trace.meta.get("optimizers"):
             return True
-        return any(step.get("attempted_total") for step in told(self.trace.steps))
+        return any(step.get("attempted_total") or step.get("cleared") for step in told(self.trace.steps))
 
     @cached_property
     def classes(self) -> dict[str, str]:

@@ -62,6 +62,16 @@ def model_unseen(seen: Seen, step: int) -> bool:
     return all(call.module != "" for call in seen.calls(step).values())
 
 
+def transformed(seen: Seen, step: int) -> bool:
+    """Whether modules ran inside a functorch transform, where no tensor of theirs can be read."""
+    return any("functorch" in str(note) for note in seen.ledger.get(step, {}).get("notes", ()))
+
+
+def uncleared(seen: Seen, row: int) -> bool:
+    """Whether backward added to gradients that lay in `.grad` before the step: they may have been nonfinite."""
+    return bool(seen.ledger.get(int(seen.step[row]), {}).get("uncleared"))
+
+
 def unseen_words(seen: Seen) -> str:
     """Why no call of the model is there."""
     if seen.trace.meta.get("modules"):

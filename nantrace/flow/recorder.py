@@ -383,6 +383,9 @@ class OpRecorder(TorchDispatchMode):
         name = self._places.frames.names.get(id(module))
         if task is None or task >= 0 or name is None or self._within is not None:
             return
+        if not self._places.stack:
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                self._sinks.model_ended(output)
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, Tensor) and first.dtype in FLOATS and self.is_known_finite(first):
             with torch._C._DisableTorchDispatch():

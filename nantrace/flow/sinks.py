@@ -62,12 +62,15 @@ class Sinks(StepListener):
         self._lineage = recorder.lineage()
         self._scanner = Scanner()
         self._pending: list[Sink] = []  # sinks of this round, until it is known whether its update is skipped
+        self._trains = False  # a backward pass or an update has begun
+        self._put_out: list[Sink] = []  # outputs of the outermost calls before that
         self._known: set[int] = set()  # optimizers seen
         self._before: dict[int, float] = {}  # parameter norm when an optimizer began
         self._frozen: dict[int, list[Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ the step's life
     def backward_begins(self, roots: tuple[Tensor, ...], accumulates: bool, nested: bool) -> None:
+        self._trains = True
         if nested:
             return
         self._rounds.begin()
@@ -84,6 +87,7 @@ class Sinks(StepListener):
             self._lineage.backwards = self._rounds.backwards
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._trains = True
         with self._recorder.pausing():
             self._see(optimizer)
             self._before[id(optimizer)] = self._norm(optimizer)
@@ -141,6 +145,16 @@ class Sinks(StepListener):
                 if largest > _huge(plane.dtype):
                     self._lineage.huge_params.append((fqn(name, self._model), largest))
 
+    def model_ended(self, output: Any) -> None:
+        """An outermost call of the model returned: in a step that trains nothing this is what counts."""
+        if self._trains:
+            return
+        for path, tensor in tensors_in(output, "output"):
+            sink = self._seen_in("returned", path, unwrapped(tensor))
+            if sink is not None:
+                sink.returned = tensor.numel() > 1
+                self._put_out.append(sink)
+
     def close_pending(self) -> None:
         """A backward pass whose gradients no update used: was it given up by a guard?"""
         if self._rounds.last_backward > self._rounds.last_update:
@@ -177,6 +191,10 @@ class Sinks(StepListener):
                 self._left_behind(fqn(name, self._model), parameter.grad)
         for path, tensor in tensors_in(returned, "returned"):
             self._returned(path, unwrapped(tensor))
+        if returned is None and not self._trains and rounds.last_update < 0:
+            for sink in self._put_out:
+                self._note_guards(sink, -1)
+            self._lineage.sinks += self._put_out
         self._lineage.round_times[:] = rounds.round_times
         self._lineage.step_times[:] = rounds.step_times
         self._lineage.skipped_iterations[:] = rounds.skipped
@@ -207,17 +225,22 @@ class Sinks(StepListener):
 
     # ------------------------------------------------------------------------------------------------ looking
     def _look(self, kind: str, name: str, tensor: Tensor, pending: bool = False) -> Sink | None:
+        sink = self._seen_in(kind, name, tensor)
+        if sink is not None:
+            self._lineage.sinks.append(sink)
+        if sink is not None and pending:
+            self._pending.append(sink)
+        return sink
+
+    def _seen_in(self, kind: str, name: str, tensor: Tensor) -> Sink | None:
+        """What the tensor holds that is nonfinite, as a sink that nobody has noted yet."""
         if self._rounds.state != "end" and self._recorder.is_known_finite(tensor):
             return None
         seen = self._recorder.look(tensor)
         if seen is None:
             return None
         starts = tuple((id, "nan") for id in sorted(seen.nan_ids)) + tuple((id, "inf") for id in sorted(seen.inf_ids))
-        sink = Sink(kind, name, starts, self._rounds.iteration, self._recorder.time)
-        self._lineage.sinks.append(sink)
-        if pending:
-            self._pending.append(sink)
-        return sink
+        return Sink(kind, name, starts, self._rounds.iteration, self._recorder.time)
 
     def _look_at_settings(self, optimizer: torch.optim.Optimizer) -> None:
         """Nonfinite learning rates and the like: as plain numbers no op shows by what name they came."""

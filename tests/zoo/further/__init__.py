@@ -11,6 +11,7 @@ from tests.zoo.further import (
     arithmetic,
     averages,
     densities,
+    derivatives,
     fine,
     formulas,
     generative,
@@ -18,23 +19,28 @@ from tests.zoo.further import (
     given,
     graphs,
     guards,
+    language,
     loops,
     marks,
+    moments,
     objectives,
     optimizers,
     physics,
     policies,
+    precision,
     recipes,
     sequences,
     signals,
+    supplied,
     transforms,
 )
 
 _FIRST = (loops, guards, averages, optimizers, objectives, arithmetic, given)
 _SECOND = (formulas, sequences, recipes, transforms, fine)
 _AREAS = (signals, graphs, generative, policies, geometry, densities, physics, marks)
+_TRAINING = (language, moments, precision, supplied, derivatives)
 
 #: Every case, room by room.
 CASES: tuple[Case, ...] = tuple(
-    value for room in _FIRST + _SECOND + _AREAS for value in vars(room).values() if isinstance(value, Case)
+    value for room in _FIRST + _SECOND + _AREAS + _TRAINING for value in vars(room).values() if isinstance(value, Case)
 )
