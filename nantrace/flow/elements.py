@@ -79,6 +79,8 @@ def shares(call: Call, plane: Tensor, found: Masks, written_by: WrittenBy) -> li
             sources.append((nan, id, reached))
         if way is None or len(sources) > _MOST_SOURCES or look.masks is None:
             return None
+    if len(sources) == 1 and not (found.bad & ~sources[0][2]).any():
+        return None  # one explanation of all of it, as most often
     code = torch.zeros(plane.shape, dtype=torch.int32, device=plane.device)
     for bit, (_, _, reached) in enumerate(sources):
         code |= reached.to(torch.int32) << bit
