@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from nantrace.capture.tracer import Tracer
-    from nantrace.diagnosis.contrast import Contrast
-    from nantrace.diagnosis.difference import Difference
+    from nantrace.diagnosis.contrast.rows import Contrast
+    from nantrace.diagnosis.difference.compare import Difference
     from nantrace.diagnosis.verdict import Verdict
     from nantrace.events import Trace
     from nantrace.render.report import Report
@@ -284,7 +284,7 @@ def diff(
         if not isinstance(given, Trace):
             kind = type(given).__name__
             raise TypeError(f"diff got a {kind}: pass two Traces (nantrace.load(path), tracer.trace).")
-    from nantrace.diagnosis.difference import compare
+    from nantrace.diagnosis.difference.compare import compare
 
     return compare(a, b, rtol=rtol, atol=atol, progress=progress)
 

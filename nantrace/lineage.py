@@ -3,8 +3,9 @@
 `flow` records it op by op, `diagnosis` follows it from sinks back to births, `store` keeps it as JSON. Knows no torch.
 
 Every nonfinite tensor that an op puts out is one `OpEvent`, or several, if its elements came about in different ways.
-Its parents are the events that wrote the nonfinite elements which the op read. A tensor that held nonfinite values before the recorder saw anybody write them is an
-external event: the batch, a parameter, a buffer, an optimizer moment, or a constant that the step itself held.
+Its parents are the events that wrote the nonfinite elements which the op read. A tensor that held nonfinite values
+before the recorder saw anybody write them is an external event: the batch, a parameter, a buffer, an optimizer moment,
+or a constant that the step itself held.
 """
 
 from __future__ import annotations

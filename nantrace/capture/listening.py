@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from nantrace.capture.conduct import Conduct
+from nantrace.capture.conduct.heard import Conduct
 from nantrace.capture.hooks import Hooks
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.capture.sites import Watched

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nantrace.capture.batch_check import check_batch
-from nantrace.capture.books import Books
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.calls import CallRecorder
+from nantrace.capture.conduct.scaling import scale_of, tensors_given
 from nantrace.capture.gradients import GradientRecorder
-from nantrace.capture.ledger import OpenStep, detached, is_finite
+from nantrace.capture.ledger.batch_check import check_batch
+from nantrace.capture.ledger.books import Books
+from nantrace.capture.ledger.open_step import OpenStep, detached, is_finite
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.sample import Sample
-from nantrace.capture.scaling import scale_of, tensors_given
 from nantrace.capture.state import StateRecorder
 from nantrace.events import EVENT, Phase, Role, nonfinite_rows
 

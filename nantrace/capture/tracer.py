@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from nantrace.capture.buffer import Buffer
-from nantrace.capture.conduct import Conduct
+from nantrace.capture.conduct.heard import Conduct
 from nantrace.capture.finished import FinishedSteps, Writer
-from nantrace.capture.ledger import OpenStep
+from nantrace.capture.ledger.open_step import OpenStep
 from nantrace.capture.listening import Listening
 from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
 from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_options

@@ -41,7 +41,7 @@ def matrix(
     """
     progress = Progress()
     with sentences(so_far=lambda: progress):
-        from nantrace.diagnosis.contrast import AXES
+        from nantrace.diagnosis.contrast.rows import AXES
 
         wrong = [name for name in axes if name not in AXES]
         if wrong:

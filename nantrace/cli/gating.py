@@ -39,7 +39,7 @@ def gate(trace: str, reference: str | None, as_json: bool, exit_code: bool, **th
     work = UnderWay()
     with sentences(so_far=lambda: work):
         from nantrace.api import load
-        from nantrace.diagnosis.gate import gate as judge
+        from nantrace.diagnosis.gate.rule import gate as judge
         from nantrace.render.gate import next_command, text
 
         with work:

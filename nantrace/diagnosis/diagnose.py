@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nantrace.diagnosis.by_ledger import by_ledger, is_ledger_alone, with_unsampled
-from nantrace.diagnosis.by_module import by_module
+from nantrace.diagnosis.modules.by_module import by_module
 from nantrace.diagnosis.ranks import with_other_ranks
 from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nantrace.diagnosis.seen import LARGEST, Seen
+from nantrace.diagnosis.modules.seen import LARGEST, Seen
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Phase, Role, distinct
 

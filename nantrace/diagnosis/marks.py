@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from nantrace.diagnosis.seen import Call, Seen
+from nantrace.diagnosis.modules.seen import Call, Seen
 
 #: Modules that compute with every element they are given: -inf in makes NaN or infinities out of good values.
 _ARITHMETIC = re.compile(r"Norm|Linear|Conv|RNN|LSTM|GRU|Bilinear")

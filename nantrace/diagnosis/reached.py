@@ -6,7 +6,7 @@ one iteration of the loop is several steps; counts of one of them would tell of 
 
 from __future__ import annotations
 
-from nantrace.diagnosis.seen import Seen
+from nantrace.diagnosis.modules.seen import Seen
 from nantrace.events import Phase, Role
 
 

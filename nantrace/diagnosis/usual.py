@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nantrace.diagnosis.seen import Seen
+from nantrace.diagnosis.modules.seen import Seen
 from nantrace.events import Phase, Role, distinct
 
 #: By how much a largest magnitude must exceed that of every earlier step. Healthy training moves it by a few percent a

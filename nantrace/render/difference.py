@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from nantrace.diagnosis.difference import Difference
-from nantrace.diagnosis.difference_words import paragraphs
+from nantrace.diagnosis.difference.compare import Difference
+from nantrace.diagnosis.difference.words import paragraphs
 from nantrace.render.cells import harmless, wrap
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from nantrace.diagnosis.gate import Gate, Rule
+from nantrace.diagnosis.gate.rule import Gate, Rule
 from nantrace.render.cells import harmless, pad, wrap
 from nantrace.render.wording import plural
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nantrace.diagnosis.contrast import AXES, Contrast, Reading, Row, number
+from nantrace.diagnosis.contrast.rows import AXES, Contrast, Reading, Row, number
 from nantrace.render.cells import harmless, table, wrap
 
 _HEAD = ("axis", "finite", "begins at", "loss", "grad norm", "skipped")

@@ -22,12 +22,12 @@ from nantrace.flow.record import Recording
 from nantrace.lineage import Lineage
 from nantrace.replay.afford import in_words, is_affordable
 from nantrace.replay.anomaly import anomaly_evidence
-from nantrace.replay.coarse import Inside, as_called, modules_of, narrow_forward, tree_of
-from nantrace.replay.coarse_backward import Suspects, narrow_backward
+from nantrace.replay.coarse.backward import Suspects, narrow_backward
+from nantrace.replay.coarse.forward import Inside, as_called, modules_of, narrow_forward, tree_of
+from nantrace.replay.coarse.gaps import unobserved
 from nantrace.replay.compare import difference
 from nantrace.replay.confirm import Runs, confirmed, needs_confirmation, region_of
 from nantrace.replay.ends import Ends
-from nantrace.replay.gaps import unobserved
 from nantrace.replay.replays import Replays
 from nantrace.replay.step import Step
 from nantrace.replay.written import keep_verdict, refuse_taken, traced

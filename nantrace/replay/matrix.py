@@ -12,16 +12,16 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nantrace.diagnosis.contrast import AXES, BASE, COMPILED, Contrast, Row, Smallest
-from nantrace.diagnosis.contrast_reading import readings
+from nantrace.diagnosis.contrast.reading import readings
+from nantrace.diagnosis.contrast.rows import AXES, BASE, COMPILED, Contrast, Row, Smallest
 from nantrace.errors import ReplayError
-from nantrace.replay.axes import TABLE, Scene, Unreached, modules_by_name
 from nantrace.replay.captured import applied
+from nantrace.replay.change.axes import TABLE, Scene, Unreached, modules_by_name
+from nantrace.replay.change.fewest import fewest
+from nantrace.replay.change.observed_run import Ran, as_it_is, run
+from nantrace.replay.change.rows import outcome_of, row_of
 from nantrace.replay.compare import difference
-from nantrace.replay.fewest import fewest
-from nantrace.replay.observed_run import Ran, as_it_is, run
 from nantrace.replay.replays import Replays
-from nantrace.replay.rows import outcome_of, row_of
 from nantrace.replay.step import Step
 
 

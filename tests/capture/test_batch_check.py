@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nantrace.capture.batch_check import check_batch
+from nantrace.capture.ledger.batch_check import check_batch
 from nantrace.capture.tracer import Tracer
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nantrace
-from nantrace.diagnosis.alignment import align
-from nantrace.diagnosis.difference import Difference, compare
-from nantrace.diagnosis.tolerance import absolute, coarsest, relative
+from nantrace.diagnosis.difference.alignment import align
+from nantrace.diagnosis.difference.compare import Difference, compare
+from nantrace.diagnosis.difference.tolerance import absolute, coarsest, relative
 from nantrace.events import EVENT, Columns, Phase, Role, Site, Trace
 from nantrace.render.cells import columns
 from nantrace.render.difference import next_command, text
@@ -114,8 +114,8 @@ def test_a_module_that_one_side_did_not_record_leaves_the_rest_aligned(trace: Tr
 def test_blocks_of_any_size_give_the_same_difference(a: Trace, b: Trace, size: int) -> None:
     whole = compare(a, b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nantrace.diagnosis.difference._BLOCK", size)
-        patch.setattr("nantrace.diagnosis.alignment._WINDOW", size)
+        patch.setattr("nantrace.diagnosis.difference.compare._BLOCK", size)
+        patch.setattr("nantrace.diagnosis.difference.alignment._WINDOW", size)
         assert compare(a, b).to_dict() == whole.to_dict()
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nantrace
-from nantrace.diagnosis.gate import Gate
+from nantrace.diagnosis.gate.rule import Gate
 from nantrace.events import EVENT, Phase, Trace
 from nantrace.render.gate import next_command, text
 from tests.diagnosis.written import Written

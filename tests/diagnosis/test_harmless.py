@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from nantrace.diagnosis.blame import blame
-from nantrace.diagnosis.by_module import by_module
+from nantrace.diagnosis.modules.by_module import by_module
 from tests.diagnosis.flows import Flow
 from tests.diagnosis.written import NEGINF, Written
 

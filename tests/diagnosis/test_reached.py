@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nantrace.diagnosis.modules.seen import Seen
 from nantrace.diagnosis.reached import iteration_of
-from nantrace.diagnosis.seen import Seen
 from nantrace.events import Phase, Role
 from tests.diagnosis.written import Written
 

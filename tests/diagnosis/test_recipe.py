@@ -329,7 +329,7 @@ def test_the_scaler_of_another_model_is_not_held_against_this_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_every_loss_that_a_rule_relies_on_in_float32(dtype: torch.dtype) -> None:
-    from nantrace.capture.tail import _FLOAT32_LOSSES
+    from nantrace.capture.conduct.tail import _FLOAT32_LOSSES
 
     functional = torch.nn.functional
     y, classes = torch.randn(4, 3), torch.randint(3, (4,))

@@ -18,7 +18,7 @@ from nantrace.errors import ReplayError, TraceExistsError
 from nantrace.replay import bisect as bisect_module
 from nantrace.replay.afford import Cost, in_words, is_affordable
 from nantrace.replay.bisect import bisect
-from nantrace.replay.coarse import as_called, tree_of
+from nantrace.replay.coarse.forward import as_called, tree_of
 from nantrace.replay.replays import Replays
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step

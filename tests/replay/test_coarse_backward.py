@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.lineage import Lineage, OpEvent, Sink
 from nantrace.replay import bisect as bisect_module
-from nantrace.replay import coarse_backward
 from nantrace.replay.bisect import bisect
-from nantrace.replay.coarse_backward import Suspects, narrow_backward
-from nantrace.replay.gaps import unobserved
+from nantrace.replay.coarse import backward as coarse_backward
+from nantrace.replay.coarse.backward import Suspects, narrow_backward
+from nantrace.replay.coarse.gaps import unobserved
 from nantrace.replay.replays import Replays
 from nantrace.replay.step import Step
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import nantrace
-from nantrace.diagnosis.contrast import Contrast
+from nantrace.diagnosis.contrast.rows import Contrast
 from nantrace.replay.step import Step
 
 pytestmark = [

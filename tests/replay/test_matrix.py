@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nantrace
-from nantrace.diagnosis.contrast import AXES, BASE, Contrast, Row
-from nantrace.diagnosis.contrast_reading import readings
+from nantrace.diagnosis.contrast.reading import readings
+from nantrace.diagnosis.contrast.rows import AXES, BASE, Contrast, Row
 from nantrace.errors import ReplayError
-from nantrace.replay.axes import TABLE
-from nantrace.replay.fewest import _narrowed
+from nantrace.replay.change.axes import TABLE
+from nantrace.replay.change.fewest import _narrowed
+from nantrace.replay.change.precision import InFloat32, autocast_as
 from nantrace.replay.matrix import matrix
-from nantrace.replay.precision import InFloat32, autocast_as
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
 from tests.replay.matrix_programs import PROGRAMS, Scaled, amp_step, batch_of, body, fp16_overflow, half_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.diagnosis.seen import LARGEST
+from nantrace.diagnosis.modules.seen import LARGEST
 from nantrace.events import Columns, Trace, nonfinite_rows
 
 #: Smallest normal magnitude of the floating dtypes that training uses.

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.diagnosis.seen import LARGEST
+from nantrace.diagnosis.modules.seen import LARGEST
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Phase, Role, Trace, nonfinite_rows
 from nantrace.render.figures.births import births

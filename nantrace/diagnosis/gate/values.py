@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.diagnosis.gate_window import Row, Thresholds, Window, is_number, number
+from nantrace.diagnosis.gate.window import Row, Thresholds, Window, is_number, number
 from nantrace.events import Phase, Role, Site, Trace, nonfinite_rows
 from nantrace.steps import is_nonfinite
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from nantrace.diagnosis.contrast import Outcome, Row
+from nantrace.diagnosis.contrast.rows import Outcome, Row
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.events import Phase, Role, Trace
-from nantrace.replay.axes import Scene
-from nantrace.replay.observed_run import Ran
+from nantrace.replay.change.axes import Scene
+from nantrace.replay.change.observed_run import Ran
 
 _HALF = ("float16", "bfloat16")
 #: Dtypes that should be gone from the outputs of modules in a row.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nantrace.capture.norms import Norms, norms_of, values_of
+from nantrace.capture.ledger.norms import Norms, norms_of, values_of
 
 _ELEMENTS = 64  # of each parameter, at least, if it has as many
 #: A sample stands for its weight if the mean magnitude of its gradient is this share of the root mean square of all

@@ -13,9 +13,9 @@ import torch
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.events import Trace
 from nantrace.replay import surroundings
+from nantrace.replay.change.precision import autocast_seen
 from nantrace.replay.ends import Ends
 from nantrace.replay.observed import Observed
-from nantrace.replay.precision import autocast_seen
 from nantrace.replay.replays import Replays, called
 from nantrace.replay.step import Step
 from nantrace.replay.written import tracer_of

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nantrace.capture.ledger import Clip, OpenStep, detached, number
+from nantrace.capture.ledger.norms import Norms, norms_of, total
+from nantrace.capture.ledger.open_step import Clip, OpenStep, detached, number
+from nantrace.capture.ledger.updates import Registry, Updates
+from nantrace.capture.ledger.weights import WeightSample, is_sampled
 from nantrace.capture.lifecycle import parameters_of
-from nantrace.capture.norms import Norms, norms_of, total
 from nantrace.capture.raised import without_folders
-from nantrace.capture.updates import Registry, Updates
-from nantrace.capture.weights import WeightSample, is_sampled
 
 Named = Sequence[tuple[str, torch.Tensor]]
 #: Updates attempted, committed and skipped.

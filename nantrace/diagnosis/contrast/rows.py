@@ -1,6 +1,6 @@
 """One step run under one change after the other, as a value: the rows, their reading, the fewest float32 modules.
 
-Knows no torch and runs nothing. `replay.matrix` builds a `Contrast`; `diagnosis.contrast_reading` reads its rows.
+Knows no torch and runs nothing. `replay.matrix` builds a `Contrast`; `reading` reads its rows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from nantrace.diagnosis.contrast import BASE, Reading, Row
+from nantrace.diagnosis.contrast.rows import BASE, Reading, Row
 
 _OPEN = "Which op made the first value, and out of what, is for nantrace bisect to say."
 

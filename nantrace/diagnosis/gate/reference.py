@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nantrace.diagnosis.gate_window import Row, Thresholds, Window, is_number, number
+from nantrace.diagnosis.gate.window import Row, Thresholds, Window, is_number, number
 from nantrace.events import Trace
 
 #: What changes how long a step takes when it is recorded in detail.

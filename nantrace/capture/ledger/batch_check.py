@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nantrace.capture.norms import values_of
+from nantrace.capture.ledger.norms import values_of
 from nantrace.capture.walk import tensors_in
 
 _LARGEST = 2**26  # elements of a tensor that is looked into

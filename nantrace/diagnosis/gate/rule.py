@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from nantrace.diagnosis import gate_reference
-from nantrace.diagnosis.gate_reference import Compared
-from nantrace.diagnosis.gate_values import Bad, Found, Values
-from nantrace.diagnosis.gate_window import RuleName, Thresholds, Window, lost, number, window_of
+from nantrace.diagnosis.gate import reference as comparison
+from nantrace.diagnosis.gate.reference import Compared
+from nantrace.diagnosis.gate.values import Bad, Found, Values
+from nantrace.diagnosis.gate.window import RuleName, Thresholds, Window, lost, number, window_of
 from nantrace.diagnosis.observation import numbered
 from nantrace.diagnosis.verdict import plain
 from nantrace.events import Trace
@@ -267,9 +267,9 @@ def _beside_reference(trace: Trace, window: Window, reference: Trace | None, thr
             yield Rule(name, "not_checked", "No reference was given.")
         return
     its = window_of(reference, thresholds)
-    compared = gate_reference.losses(window, its, thresholds)
+    compared = comparison.losses(window, its, thresholds)
     yield _distribution("loss_distribution", compared, thresholds.loss_tolerance)
-    compared = gate_reference.norms(window, its, thresholds)
+    compared = comparison.norms(window, its, thresholds)
     yield _distribution("norm_distribution", compared, thresholds.norm_tolerance)
     yield _step_time((trace, window), (reference, its), thresholds)
 
@@ -295,7 +295,7 @@ def _distribution(name: RuleName, compared: Compared, tolerance: float) -> Rule:
 
 
 def _step_time(a: tuple[Trace, Window], reference: tuple[Trace, Window], thresholds: Thresholds) -> Rule:
-    unseen, mine, its = gate_reference.seconds(a, reference, thresholds)
+    unseen, mine, its = comparison.seconds(a, reference, thresholds)
     if unseen:
         return Rule("step_time", "not_checked", f"{unseen[:1].upper()}{unseen[1:]}.")
     value, limit = float(np.median(mine)), float(np.median(its))

@@ -1,7 +1,7 @@
 """What two traces of the same step differ in: nonfinite values first, then ranges. Pure.
 
 Compares the statistics that traces hold, never elements: two tensors with equal counts, first positions, minimum and
-maximum may still differ. Knows no rendering; the sentences are in `difference_words`.
+maximum may still differ. Knows no rendering; the sentences are in `words`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.diagnosis import tolerance
-from nantrace.diagnosis.alignment import Alignment, Rows, align_events, ground, windows
-from nantrace.diagnosis.difference_scale import Unscaled, without_scale
-from nantrace.diagnosis.seen import Seen
+from nantrace.diagnosis.difference import tolerance
+from nantrace.diagnosis.difference.alignment import Alignment, Rows, align_events, ground, windows
+from nantrace.diagnosis.difference.scale import Unscaled, without_scale
+from nantrace.diagnosis.modules.seen import Seen
 from nantrace.diagnosis.verdict import plain
 from nantrace.events import Columns, Site, TensorStats, Trace, nonfinite_rows
 
@@ -136,7 +136,7 @@ class Difference:
         return {"same": self.same, **found}
 
     def __str__(self) -> str:
-        from nantrace.diagnosis.difference_words import as_text
+        from nantrace.diagnosis.difference.words import as_text
 
         return as_text(self)
 
@@ -158,7 +158,7 @@ def compare(
         a: the reference.
         b: the other: the same step compiled, in another dtype, on another rank, or after a change.
         rtol, atol: an end of a range may move by `atol + rtol * (largest magnitude in A)`. None takes what rounding in
-            the coarsest dtype of both traces explains, see `nantrace.diagnosis.tolerance`; 0 means exactly.
+            the coarsest dtype of both traces explains, see `nantrace.diagnosis.difference.tolerance`; 0 means exactly.
         progress: told a line before the events are paired and after each block of pairs.
 
     Raises:

@@ -23,7 +23,7 @@ from nantrace.capture.lifecycle import Lifecycle, StepListener
 from nantrace.capture.surroundings import eager_instead_of_compiled
 from nantrace.flow.links import fqn
 from nantrace.flow.values import Scanner, planes, unseen
-from nantrace.replay.graph import ACCUMULATES, Graph, Key, graph_of, key_of, made, walk
+from nantrace.replay.coarse.graph import ACCUMULATES, Graph, Key, graph_of, key_of, made, walk
 from nantrace.replay.replays import Replays, called
 from nantrace.replay.search import WIDTH, Region, Seen, narrow
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.diagnosis.modules.seen import LARGEST, Call, Seen
 from nantrace.events import Phase, Role
 
 _STATISTICS = ("numel", "finite", "nan", "posinf", "neginf", "min", "max")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nantrace.capture.norms import Norms
-from nantrace.capture.weights import WeightSample
+from nantrace.capture.ledger.norms import Norms
+from nantrace.capture.ledger.weights import WeightSample
 
 _NAMES_SHOWN = 12  # parameters that one row names
 

@@ -21,8 +21,8 @@ from torch import nn
 from nantrace.capture.lifecycle import Lifecycle, StepListener
 from nantrace.capture.sites import is_compiled, watched_modules
 from nantrace.errors import ReplayError
+from nantrace.replay.change.precision import FLOATING, HALF, InFloat32, autocast_as, cast, castable
 from nantrace.replay.observed import Observed
-from nantrace.replay.precision import FLOATING, HALF, InFloat32, autocast_as, cast, castable
 from nantrace.replay.snapshot import Snapshot, too_large
 from nantrace.replay.step import Step
 

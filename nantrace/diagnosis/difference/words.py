@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nantrace.diagnosis.causes.wording import counts, plural
-from nantrace.diagnosis.difference import Difference, Side, SiteDifference
-from nantrace.diagnosis.evidence import index
-from nantrace.diagnosis.tolerance import relative
+from nantrace.diagnosis.difference.compare import Difference, Side, SiteDifference
+from nantrace.diagnosis.difference.tolerance import relative
+from nantrace.diagnosis.modules.words import index
 from nantrace.events import TensorStats
 
 #: An indent in columns, and a text without line ends; an empty text is a gap.

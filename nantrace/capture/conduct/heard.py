@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from nantrace.capture.conduct.scaling import Gradients, scale_of, tensors_given
+from nantrace.capture.conduct.tail import (
+    HALF,
+    Factor,
+    factors_before,
+    may_be_scaled,
+    reaches,
+    sequence_number,
+    tail_of,
+    word,
+)
 from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.capture.quiet import Quiet
-from nantrace.capture.scaling import Gradients, scale_of, tensors_given
-from nantrace.capture.tail import HALF, Factor, factors_before, may_be_scaled, reaches, sequence_number, tail_of, word
 
 _MOST_CALLS = 64
 _SCALER_METHODS = ("scale", "unscale_", "step", "update")

@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from nantrace.capture.surroundings import eager_instead_of_compiled
-from nantrace.diagnosis.contrast import Smallest
-from nantrace.replay.axes import Scene, modules_by_name
-from nantrace.replay.observed_run import Ran, run
-from nantrace.replay.precision import InFloat32
+from nantrace.diagnosis.contrast.rows import Smallest
+from nantrace.replay.change.axes import Scene, modules_by_name
+from nantrace.replay.change.observed_run import Ran, run
+from nantrace.replay.change.precision import InFloat32
 from nantrace.replay.replays import Replays
 from nantrace.replay.samples import reduced
 from nantrace.replay.step import Step

@@ -12,23 +12,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nantrace.diagnosis import evidence, growth, suspects
-from nantrace.diagnosis.backward import made_elsewhere, weights_changed
-from nantrace.diagnosis.parents import (
+from nantrace.diagnosis import growth
+from nantrace.diagnosis.modules import evidence, suspects
+from nantrace.diagnosis.modules.advice import advice, advice_for_state
+from nantrace.diagnosis.modules.backward import made_elsewhere, weights_changed
+from nantrace.diagnosis.modules.births import (
     INF,
     NAN,
     Root,
     births,
     died,
-    enclosing,
     is_external,
     is_real,
-    is_used,
     overflowed,
-    parents,
     put_in,
 )
-from nantrace.diagnosis.seen import Seen
+from nantrace.diagnosis.modules.parents import enclosing, is_used, parents
+from nantrace.diagnosis.modules.reason import cause as cause_of
+from nantrace.diagnosis.modules.seen import Seen
+from nantrace.diagnosis.modules.words import index, tensor_of
 from nantrace.diagnosis.standstill import stands_still
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.events import Phase, Role, Trace, distinct
@@ -219,9 +221,9 @@ def _absorbed_state(seen: Seen) -> Verdict | None:
     for row in np.flatnonzero(seen.bad & ~seen.mark):
         if is_external(seen, int(row)) and _is_read(seen, int(row)):
             origin = _origin(seen, (int(row), NAN if seen.nan[row] else INF))
-            cause = evidence.cause(seen, int(row), "state")
+            cause = cause_of(seen, int(row), "state")
             said = evidence.absorbed(seen, int(row))
-            return Verdict("contained", "state", cause, origin, said, evidence.advice_for_state(seen, int(row)))
+            return Verdict("contained", "state", cause, origin, said, advice_for_state(seen, int(row)))
     return None
 
 
@@ -232,8 +234,8 @@ def _unread_state(seen: Seen) -> Verdict | None:
         return None
     origin = _origin(seen, (row, NAN if seen.nan[row] else INF))
     said = evidence.unread(seen, row)
-    cause = evidence.cause(seen, row, "state")
-    return Verdict("inconclusive", "state", cause, origin, said, evidence.advice_for_state(seen, row))
+    cause = cause_of(seen, row, "state")
+    return Verdict("inconclusive", "state", cause, origin, said, advice_for_state(seen, row))
 
 
 def _is_read(seen: Seen, row: int) -> bool:
@@ -292,7 +294,7 @@ def _stage(seen: Seen, row: int) -> Stage | None:
 def _verdict(seen: Seen, blame: Blame) -> Verdict:
     row = blame.root[0]
     origin = _origin(seen, blame.root)
-    cause = evidence.cause(seen, row, blame.stage)
+    cause = cause_of(seen, row, blame.stage)
     said = evidence.sentences(seen, blame.status, row, blame.sink, cause)
     if blame.why:
         said = (said[0], blame.why, *said[1:])
@@ -303,7 +305,7 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
         cause,
         origin,
         said,
-        evidence.advice(seen, row, blame.stage, cause, blame.sink),
+        advice(seen, row, blame.stage, cause, blame.sink),
         _others(seen, blame),
         path,
         region=suspects.region(seen, row),
@@ -346,12 +348,12 @@ def _origin(seen: Seen, root: Root) -> Origin:
         step=int(seen.step[row]),
         phase=site.phase.label,
         module=module,
-        tensor=evidence.tensor_of(seen, row),
+        tensor=tensor_of(seen, row),
         kind=_kind(seen, row),
         dtype=site.dtype,
         inputs=tuple(seen.operand(r) for r in evidence.read_rows(seen, row)),
         output=stats,
-        first_bad=evidence.index(stats),
+        first_bad=index(stats),
     )
 
 

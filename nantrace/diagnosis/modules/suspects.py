@@ -12,9 +12,9 @@ import re
 
 import numpy as np
 
-from nantrace.diagnosis.backward import is_tame
-from nantrace.diagnosis.parents import enclosing, upwards
-from nantrace.diagnosis.seen import LARGEST, Call, Seen
+from nantrace.diagnosis.modules.backward import is_tame
+from nantrace.diagnosis.modules.parents import enclosing, upwards
+from nantrace.diagnosis.modules.seen import LARGEST, Call, Seen
 from nantrace.events import ModuleEntry, Phase, Role, distinct
 
 #: Modules that hold others and are never called.

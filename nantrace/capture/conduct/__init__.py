@@ -1,0 +1,1 @@
+"""How a step was conducted: what was called in which order around autocast, scalers, optimizers and schedulers."""

@@ -1,0 +1,1 @@
+"""What two traces of the same step differ in."""
