@@ -227,9 +227,17 @@ def _search(layout: Layout, form: FloatFormat) -> int:
 
 
 def byte_row(tensor: torch.Tensor, full: bool) -> Row:
-    """The row of a nonempty tensor of one byte an element, from how often each of the 256 bytes occurs."""
+    """The row of a nonempty tensor of one byte an element, from how often each of the 256 bytes occurs.
+
+    Of numbers that are all finite the extreme bytes tell the range, at a fifth of the cost.
+    """
     form = byte_format(tensor.dtype)
     layout = lay_out(tensor.view(torch.uint8))
+    if not full and form.monotone:
+        ends = form.values[_ends_of_halves(layout.elements), 0]
+        if np.isfinite(ends).all():
+            numel = tensor.numel()
+            return (numel, numel, 0, 0, 0, float(ends.min()) + 0.0, float(ends.max()) + 0.0, NAN, -1, 0, 0, 0, RANGE)
     histogram = torch.zeros(256, dtype=torch.int64)
     for piece in pieces(layout.elements, 16 * PIECE):
         histogram += torch.bincount(piece, minlength=256)
@@ -253,6 +261,15 @@ def byte_row(tensor: torch.Tensor, full: bool) -> Row:
     if tally.finite < tensor.numel() // layout.repeats:
         tally.first_bad = _first_byte(row_major(layout), bad)
     return tally.row(full, layout.repeats)
+
+
+def _ends_of_halves(elements: torch.Tensor) -> list[int]:
+    """The smallest and largest byte, and those of the bytes read as signed: the ends of either half of the codes."""
+    ends = []
+    for piece in pieces(elements, 8 * PIECE):  # read twice, the second time from the cache
+        ends.append([*torch.aminmax(piece), *torch.aminmax(piece.view(torch.int8))])
+    lowest, highest, below, above = zip(*ends, strict=True)
+    return [int(min(lowest)), int(max(highest)), int(min(below)) % 256, int(max(above)) % 256]
 
 
 def _first_byte(layout: Layout, bad: Mask) -> int:

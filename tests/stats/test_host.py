@@ -49,6 +49,15 @@ def test_each_of_the_256_codes_of_a_byte_format_is_read_by_its_definition(dtype:
         assert same(row(codes[code], full=True), reference_row(codes[code])), code
 
 
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_a_byte_beside_any_two_others_is_read_by_its_definition(dtype: torch.dtype) -> None:
+    others = [(0x00, 0x01), (0x7E, 0x81), (0x3C, 0x3D), (0xFE, 0xFD), (0x7B, 0xFB)]
+    for code in range(256):
+        for pair in others:
+            tensor = torch.tensor([pair[0], code, pair[1]], dtype=torch.uint8).view(dtype)
+            assert same(row(tensor), in_range_mode(reference_row(tensor))), (code, pair)
+
+
 def test_the_statistics_of_a_tensor_by_name() -> None:
     tensor = torch.tensor([[0.0, -2.0, math.nan], [math.inf, 1e-40, torch.finfo(torch.float32).max]])
     assert tensor_stats(tensor, "full") == TensorStats(
