@@ -229,7 +229,7 @@ def _search(layout: Layout, form: FloatFormat) -> int:
 def byte_row(tensor: torch.Tensor, full: bool) -> Row:
     """The row of a nonempty tensor of one byte an element, from how often each of the 256 bytes occurs.
 
-    Of numbers that are all finite the extreme bytes tell the range, at a fifth of the cost.
+    Of numbers that are all finite the extreme bytes tell the range, which is cheaper to find.
     """
     form = byte_format(tensor.dtype)
     layout = lay_out(tensor.view(torch.uint8))

@@ -91,7 +91,7 @@ class ByteFormat:
     @property
     def monotone(self) -> bool:
         """Whether a byte is one number: these rise or fall over either half of the bytes, nonfinite ones at an end."""
-        return self.values.shape[1] == 1
+        return bool(self.values.shape[1] == 1)
 
 
 #: By name, for a dtype that this PyTorch may not have: exponent of the smallest normal number.
