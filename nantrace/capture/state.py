@@ -63,6 +63,10 @@ class StateRecorder:
         self.buffers = self._named("_buffers", self.buffers)
         self._left = {key: left for key, left in self._left.items() if left[0]() is not None}
 
+    def is_on_host(self) -> bool:
+        """Whether all the model's parameters lie in host memory."""
+        return all(entry.tensor.is_cpu for entry in self.parameters.values())
+
     def observe_batch(self, batch: Any) -> None:
         for slot, tensor in tensors_in(batch, "batch", self.unopened):
             if tensor.dtype is not torch.bool:

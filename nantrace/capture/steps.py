@@ -7,7 +7,6 @@ what the numbers mean.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,10 @@ from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.sample import Sample
 from nantrace.capture.state import StateRecorder
+from nantrace.capture.step_rows import StepRows
 from nantrace.events import EVENT, Phase, Role, nonfinite_rows
 
 Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
-
-# Rows, and seconds, that a step may hold back when the next call of a module begins.
-_MOST_ON_HOST, _MOST_ON_DEVICE, _LONGEST = 4096, 65_536, 2.0
 
 _BATCHES = 8  # of failed steps that are looked into
 
@@ -97,10 +94,7 @@ class StepRecorder(StepListener):
         self._closed = closed
         self._ended = ended
         self._waiting = waiting
-        self._spilled = spilled
-        self._drained: list[npt.NDArray[np.void]] = []  # rows of the open step that are numbers already
-        self._ahead = 0  # how many of these were spilled
-        self._spilled_at = 0.0
+        self._rows = StepRows(buffer, spilled, state.is_on_host)
         self._failed = failed
         self._next = 0
         self._thread = threading.get_ident()
@@ -111,7 +105,7 @@ class StepRecorder(StepListener):
     def open(self) -> OpenStep:
         """Begin a step and read what it starts from."""
         step = self.step = OpenStep(self._next, self._sample.takes(self._next))
-        self._spilled_at = step.started
+        self._rows.begin(step)
         self._next += 1
         self._listens(step.detailed)
         self.calls.recording = step.detailed
@@ -146,15 +140,13 @@ class StepRecorder(StepListener):
 
     def _call_from_outside(self) -> None:
         if threading.get_ident() == self._thread:  # no other thread begins or ends a step
-            step = self.reached()
-            if self._spilled is not None and self._is_long(step):
-                self._spill(step)
+            self._rows.spill_if_long(self.reached())
 
     def so_far(self) -> tuple[npt.NDArray[np.void], dict[str, Any]]:
         """The rows of the open step and its row of the ledger, as if it ended here. Waits for the device."""
         assert self.step is not None
         with Quiet():
-            rows = self._rows(self.step)
+            rows = self._rows.of(self.step)
             return rows, {**self.step.row(len(rows), 0, ()), **self.books.row(self.step, ended=False)}
 
     def end(self) -> None:
@@ -170,8 +162,7 @@ class StepRecorder(StepListener):
                     self._state.observe_gradients(found, Phase.POST_BACKWARD)
             if self._reads_in(step) and not step.updated:
                 self._state.observe_buffers(Phase.UPDATE)
-            rows = self._rows(step)
-            self._drained, self._ahead = [], 0
+            rows = self._rows.of(step)
             missed = self.gradients.never_came() if step.backwards else []
             cleared, uncleared = self._cleared and not step.backwards, self._uncleared
             self._cleared = self._uncleared = False
@@ -218,43 +209,6 @@ class StepRecorder(StepListener):
             dtypes = {site.dtype for site in self._buffer.sites if site.role is Role.OUTPUT}
             halves = [dtype for dtype in (torch.float16, torch.bfloat16) if str(dtype).removeprefix("torch.") in dtypes]
             step.batch_check += check_batch(self._batch, halves)
-
-    def _rows(self, step: OpenStep) -> npt.NDArray[np.void]:
-        """All rows of the open step, numbered from 1."""
-        if not step.detailed and not len(self._buffer.rows) and not self._drained:
-            return np.zeros(0, EVENT)
-        self._drain(step)
-        rows = np.concatenate(self._drained) if len(self._drained) > 1 else self._drained[0]
-        rows["seq"] = np.arange(1, len(rows) + 1)
-        return rows
-
-    def _drain(self, step: OpenStep) -> None:
-        """Make numbers of the rows that the buffer holds."""
-        for key in step.skipped() & step.gradient_rows.keys():
-            self._buffer.relabel(*step.gradient_rows[key], Phase.POST_BACKWARD)
-        step.gradient_rows.clear()
-        self._drained.append(self._buffer.drain(step.number))
-
-    def _is_long(self, step: OpenStep) -> bool:
-        """Whether rows wait for an end of the step that may never come: of a loop without an optimizer, say.
-
-        Where they lie on a device only their number counts, since fetching them waits for it.
-        """
-        if step.gradient_rows:  # an update is under way, and the step about to end
-            return False
-        waiting = len(self._buffer.rows)
-        if waiting < _MOST_ON_HOST and (not waiting or time.perf_counter() - self._spilled_at < _LONGEST):
-            return False
-        return waiting >= _MOST_ON_DEVICE or all(entry.tensor.is_cpu for entry in self._state.parameters.values())
-
-    def _spill(self, step: OpenStep) -> None:
-        assert self._spilled is not None
-        with Quiet():
-            self._drain(step)
-        for rows in self._drained[self._ahead :]:
-            self._spilled(rows)
-        self._ahead = len(self._drained)
-        self._spilled_at = time.perf_counter()
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
         if nested or not self.active:

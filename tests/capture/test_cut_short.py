@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import nantrace
-from nantrace.capture import steps as steps_module
+from nantrace.capture import step_rows
 from nantrace.capture.raised import raised
 from nantrace.events import Raised, Trace
 
 _KILLED = """
 import os, signal, sys, torch, nantrace
-from nantrace.capture import steps
-steps._MOST_ON_HOST = 100
+from nantrace.capture import step_rows
+step_rows._MOST_ON_HOST = 100
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
 with nantrace.trace(model, sys.argv[1]):
     for _ in range(int(sys.argv[2])):
@@ -68,7 +68,7 @@ def test_rows_that_were_written_ahead_change_nothing_of_the_trace(
     bad: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _many_calls(None, bad)
-    monkeypatch.setattr(steps_module, "_MOST_ON_HOST", 40)
+    monkeypatch.setattr(step_rows, "_MOST_ON_HOST", 40)
     ahead = _many_calls(tmp_path / "step.h5", bad)
     assert ahead.events.tobytes() == whole.events.tobytes()
     assert ahead.sites == whole.sites
@@ -80,14 +80,14 @@ def test_rows_that_were_written_ahead_change_nothing_of_the_trace(
 
 
 def test_a_flight_recorder_writes_nothing_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_module, "_MOST_ON_HOST", 40)
+    monkeypatch.setattr(step_rows, "_MOST_ON_HOST", 40)
     trace = _many_calls(tmp_path / "step.h5", keep_steps=1)
     assert set(trace.events["step"]) == {1}
     assert (trace.events["seq"] == np.arange(1, len(trace) + 1)).all()
 
 
 def test_a_slow_step_is_written_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_module, "_LONGEST", 0.0)
+    monkeypatch.setattr(step_rows, "_LONGEST", 0.0)
     model, path = _model(), tmp_path / "step.h5"
     with nantrace.trace(model, path):
         model(torch.ones(1, 2))
