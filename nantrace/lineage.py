@@ -29,6 +29,7 @@ Kind = Literal["nan", "inf", "inserted", "uninit", "external", "propagated"]
 #: parameter's `.grad`.
 Category = Literal["batch", "param", "buffer", "moment", "grad", "constant", "unobserved", "received"]
 Excuse = Literal["skip", "guard", "soft", "returned"]
+Round = Literal["iteration", "step"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A nonfinite number among an optimizer's settings, as it was when an update began.
+    """A number among an optimizer's settings that no update can use, as it was when an update began.
 
     `writers` are the events that wrote it, if it is a tensor.
     """
@@ -146,6 +147,8 @@ class Lineage:
             nonfinite number itself was read, not a test of it.
         huge_params: (name, largest magnitude) of parameters so large before the step that a square would overflow.
         hyperparameters: nonfinite settings that optimizers were given.
+        unit_betas: betas of exactly 1 that optimizers were given: the bias correction 1 - beta ** step is 0 then.
+        round: what a reader knows an iteration as; "step" where each is a step of the trace that holds this.
         magnitudes: (time, module, largest magnitude) of module outputs in forward, in order.
         backwards: accumulating backward passes that ended.
         ops: dispatched ops.
@@ -161,6 +164,8 @@ class Lineage:
     guard_reads: list[tuple[int, tuple[int, ...], bool]] = dataclasses.field(default_factory=list)
     huge_params: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     hyperparameters: list[Hyperparameter] = dataclasses.field(default_factory=list)
+    unit_betas: list[Hyperparameter] = dataclasses.field(default_factory=list)
+    round: Round = "iteration"
     magnitudes: list[tuple[int, str, float]] = dataclasses.field(default_factory=list)
     backwards: int = 0
     ops: int = 0

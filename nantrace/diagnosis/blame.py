@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nantrace.diagnosis import harmless
+from nantrace.diagnosis.causes.checks import ANOTHER_BATCH
 from nantrace.diagnosis.causes.explain import explain
 from nantrace.diagnosis.causes.hyperparameters import of_silencing, silencing
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
+from nantrace.diagnosis.causes.wording import has_rounds, in_round, round_of
 from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event, is_bad_unscaled
 from nantrace.diagnosis.origins import as_read, named_by_sink, origin_of, step_on_path
 from nantrace.diagnosis.roots import Roots
@@ -109,7 +111,7 @@ class _Case:
     def _fault(self) -> Finding:
         hit = self.damage.faults[0]
         if hit.sink.excuse == "skip":
-            self.evidence.append(_stands_still(self.damage.standstill))
+            self.evidence.append(_stands_still(self.lineage, self.damage.standstill))
         sufficient = self._sufficient(hit)
         event = self._earliest(sufficient)
         stage = self._stage_of_fault(event, hit)
@@ -137,9 +139,9 @@ class _Case:
                 )
                 return hit.roots
             if any(_same_sink(sink, hit.sink) for sink in replayed.sinks):
+                rest = "the other is" if len(candidates) == 2 else "the others are"
                 self.evidence.append(
-                    f"{len(candidates)} births reach {_named(hit.sink)}; this one does so even when the others are "
-                    "made finite."
+                    f"{len(candidates)} births reach {_named(hit.sink)}; this one does so even when {rest} made finite."
                 )
                 return frozenset((id,))
         self.evidence.append(
@@ -162,9 +164,9 @@ class _Case:
             event.iteration in self.lineage.skipped_iterations or _was_abandoned(self.lineage, event)
         ):
             if event.iteration not in self.lineage.skipped_iterations:  # a scaler's skip is told by the explanation
+                of = f" of {round_of(self.lineage, event.iteration)}" if has_rounds(self.lineage) else ""
                 self.evidence.append(
-                    f"The update of iteration {event.iteration - 1} was left out; buffer {hit.sink.name} kept what "
-                    "forward had written into it."
+                    f"The update{of} was left out; buffer {hit.sink.name} kept what forward had written into it."
                 )
             return "update"
         if self._born_of_updates(event):
@@ -195,7 +197,8 @@ class _Case:
             return False
         if self.frozen is None:
             self.wants = self.wants or Frozen()
-            self.evidence.append("Whether earlier updates of this step led to it was not tested by a replay.")
+            of = "" if self.lineage.round == "step" else " of this step"
+            self.evidence.append(f"Whether earlier updates{of} led to it was not tested by a replay.")
             return update_growth(self.lineage, event) is not None
         if any(_same_birth(event, other) for other in self.frozen.events):
             return False
@@ -221,7 +224,7 @@ class _Case:
         event = escaping_event(self.roots, sink)
         stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
         what = "A NaN that the code put in" if event.nan else "An infinity that was inserted on purpose"
-        self.evidence.append(f"{what} reached {_named(sink)}.")
+        self.evidence.append(f"{what} reached {_named(sink)}{in_round(self.lineage, sink.iteration)}.")
         return self._say("fault", stage, event, sink, cause="sentinel_escaped")
 
     def _silenced(self, setting: Hyperparameter) -> Finding:
@@ -240,10 +243,10 @@ class _Case:
         hit = next((hit for hit in self.damage.contained if event.id in hit.roots), None)
         if update_growth(self.lineage, event) is not None and self._born_of_updates(event):
             return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
-        self.evidence += [_excuse(hit.sink)] if hit else self._where_it_ended(event)
+        self.evidence += [_excuse(self.lineage, hit.sink)] if hit else self._where_it_ended(event)
         if hit and is_bad_unscaled(self.roots, hit):
             self.evidence.append(
-                "The loss was nonfinite before it was scaled, so no lower scale helps: if later iterations fail in the "
+                "The loss was nonfinite before it was scaled, so no lower scale helps: if later rounds fail in the "
                 "same way, every update is skipped and training stands still."
             )
         stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
@@ -298,7 +301,7 @@ class _Case:
             cause or why.cause,
             origin_of(event),
             evidence=(*why.evidence, *self.evidence, *reached, *self.lineage.notes),
-            advice=why.advice,
+            advice=_that_help(why.advice, stage),
             also=self._also(event, others),
             path=tuple(path),
             region=region,
@@ -332,10 +335,12 @@ class _Case:
             if (n := sum(1 for k, _ in held if k == kind))
         ]
         loss = ["the loss"] if any(k == "loss" for k, _ in held) else []
-        said = f"It reached {_named(first)} in iteration {first.iteration - 1}"
+        said = f"It reached {_named(first)}{in_round(self.lineage, first.iteration)}"
         sound = (
             " No loss came out nonfinite." if counts and not any(s.kind == "loss" for s in self.lineage.sinks) else ""
         )
+        if not held:  # a mark that escaped, which has been said
+            return []
         return [f"{said}; nonfinite in all: {', '.join(loss + counts)}.{sound}" if loss or counts else f"{said}."]
 
 
@@ -358,6 +363,11 @@ def _was_abandoned(lineage: Lineage, event: OpEvent) -> bool:
     updated = any(within(time) for time in lineage.step_times)
     tested = any(within(time) for time, _, _ in lineage.guard_reads)
     return bool(lineage.step_times) and tested and not updated
+
+
+def _that_help(advice: tuple[str, ...], stage: Stage | None) -> tuple[str, ...]:
+    """The checks without that of another batch, where the value was computed without one."""
+    return tuple(text for text in advice if text != ANOTHER_BATCH) if stage in ("optimizer", "update") else advice
 
 
 def _shown(event: OpEvent) -> tuple[Any, ...]:
@@ -398,20 +408,20 @@ def _named(sink: Sink) -> str:
     return sink.name if sink.kind == "state" else f"{_WORDS.get(sink.kind, sink.kind)} {sink.name}"
 
 
-def _stands_still(iterations: list[int]) -> str:
+def _stands_still(lineage: Lineage, iterations: list[int]) -> str:
     first, last = iterations[0] - 1, iterations[-1] - 1  # told from 0
     return (
-        f"In iterations {first} to {last} the loss was nonfinite before it was scaled, and the "
+        f"In {lineage.round}s {first} to {last} the loss was nonfinite before it was scaled, and the "
         f"gradient scaler skipped all {len(iterations)} updates: training stands still, and lowering the scale cannot "
         "change that."
     )
 
 
-def _excuse(sink: Sink) -> str:
+def _excuse(lineage: Lineage, sink: Sink) -> str:
     why = {
         "skip": "the gradient scaler skipped the update",
         "guard": "the step tested the value itself and did not update",
         "returned": "it was only returned, after training was done",
         "soft": "it was only differentiated, not trained on",
     }
-    return f"It reached {_named(sink)} in iteration {sink.iteration - 1}, but {why[sink.excuse or 'skip']}."
+    return f"It reached {_named(sink)}{in_round(lineage, sink.iteration)}, but {why[sink.excuse or 'skip']}."

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
+
+import numpy as np
 
 from nantrace.diagnosis.by_ledger import by_ledger, is_ledger_alone, with_unsampled
 from nantrace.diagnosis.modules.by_module import by_module
 from nantrace.diagnosis.ranks import with_other_ranks
 from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Trace
+from nantrace.events import Role, Trace
+from nantrace.lineage import Lineage
 
 
 def diagnose(trace: Trace) -> Verdict:
@@ -55,5 +59,14 @@ def _by_what_it_holds(trace: Trace) -> Verdict:
     if trace.lineage is not None and (trace.lineage.ops or trace.lineage.events):
         from nantrace.diagnosis.blame import blame
 
-        return blame(trace.lineage).verdict
+        return blame(_counted(trace, trace.lineage)).verdict
     return by_ledger(trace) if is_ledger_alone(trace) else with_unsampled(by_module(trace), trace)
+
+
+def _counted(trace: Trace, lineage: Lineage) -> Lineage:
+    """The lineage, whose iterations are called steps if the rows of its ops lie in steps of the same numbers."""
+    ops = [number for number, site in enumerate(trace.sites) if site.role == Role.OP]
+    steps, rows = np.unique(trace.events["step"][np.isin(trace.events["site"], ops)], return_counts=True)
+    told = Counter(event.iteration - 1 for event in lineage.events if event.category is None)
+    same = len(steps) > 0 and all(told[int(step)] == count for step, count in zip(steps, rows, strict=True))
+    return dataclasses.replace(lineage, round="step") if same else lineage

@@ -258,6 +258,11 @@ class Sinks(StepListener):
                     place = (self._rounds.iteration, self._recorder.time, tuple(sorted(writers)))
                     found = Hyperparameter(type(optimizer).__name__, name, group, number, *place)
                     self._lineage.hyperparameters.append(found)
+            for name in _unit_betas(settings):
+                beta = Hyperparameter(
+                    type(optimizer).__name__, name, group, 1.0, self._rounds.iteration, self._recorder.time
+                )
+                self._lineage.unit_betas.append(beta)
 
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
@@ -318,6 +323,14 @@ def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float | Tensor]]:
         for index, item in enumerate(value if several else (value,)):
             if isinstance(item, float) or (isinstance(item, Tensor) and item.is_floating_point()):
                 yield f"{name}[{index}]" if several else name, item
+
+
+def _unit_betas(settings: dict[str, Any]) -> Iterator[str]:
+    """The betas of a parameter group that are exactly 1, as plain numbers: a tensor may lie on a device."""
+    betas = settings.get("betas")
+    for index, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):
+        if isinstance(beta, (int, float)) and beta == 1:
+            yield f"betas[{index}]"
 
 
 def _kept_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -276,6 +276,16 @@ def test_a_parameter_gradient_alone_names_its_module() -> None:
     assert (verdict.stage, verdict.origin and verdict.origin.module) == ("backward", "norm")
 
 
+def test_code_outside_the_modules_may_have_hidden_what_backward_shows() -> None:
+    written = Written()
+    with written.call("") as model:
+        written.run("norm")
+    written.loss()
+    written.grad_output("", model, nan=4)
+    gap = judge(written).evidence[-1]
+    assert gap.startswith("Not seen: which op outside the modules made it, nor what forward outside the modules may ")
+
+
 def test_a_forward_value_that_the_loss_does_not_show_still_owns_the_gradients() -> None:
     written = Written()
     with written.call("") as model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nantrace.diagnosis.causes.checks import eps_check, locate, range_checks, without_samples
+from nantrace.diagnosis.causes.checks import eps_check, locate, range_checks, some_samples, without_samples
 from nantrace.diagnosis.causes.dtypes import is_narrow, largest, limits
 from nantrace.diagnosis.causes.reading import (
     absmax,
@@ -30,6 +30,8 @@ from nantrace.diagnosis.causes.wording import (
 )
 from nantrace.lineage import Lineage, Operand, OpEvent
 
+#: A factor of a sum is worth naming from here on; a term is a mask from this share of the range on.
+_LARGE, _LOWEST = 1e6, 0.9
 #: A bound is compared with the limit after this much slack: rounding may carry a sum a little above it.
 _SLACK = 1.05
 
@@ -102,11 +104,33 @@ def addition(lineage: Lineage, event: OpEvent) -> Explanation | None:
         return _opposite_infinities(event, left, right)
     if event.kind != "inf":
         return None
-    bound = None
+    bound, factor = None, number(event, "alpha") or 1.0
     low, high = absmax(left), absmax(right)
     if low is not None and high is not None:
-        bound = low + product(abs(number(event, "alpha") or 1.0), high)
-    return beyond_bound(event, bound, "The largest magnitudes add up to", left, right)
+        bound = low + product(abs(factor), high)
+    found = beyond_bound(event, bound, "The largest magnitudes add up to", left, right)
+    return found if found is None else _of_terms(event, found, factor, left, right)
+
+
+def _of_terms(
+    event: OpEvent, found: Explanation, factor: float, left: Operand | None, right: Operand | None
+) -> Explanation:
+    """What makes a sum large that its terms do not show: a factor, or a mask made of the lowest number."""
+    top = largest(event.dtype)
+    if abs(factor) > _LARGE:
+        term = right.tensor if right is not None and right.tensor else "The second term"
+        fact = f"{term} counts {figure(factor)} times."
+        whose = "optimizer.param_groups" if event.phase == "optimizer" else "the factor alpha"
+        check = f"Print {whose} just before {line(event)}: what makes the factor {figure(factor)}?"
+        return Explanation(found.cause, (*found.evidence[:1], fact, *found.evidence[1:]), (check, *found.advice[:1]))
+    lows = [operand.min for operand in (left, right) if operand is not None and operand.min is not None]
+    if not event.neginf or top is None or min(lows, default=0.0) > -_LOWEST * top:
+        return found
+    fact = f"A term goes down to {figure(min(lows))}, as masks do: what is added to it can only leave the range."
+    check = (
+        f"Write the mask with masked_fill, or with torch.minimum, instead of adding it at {line(event)}, and compare."
+    )
+    return Explanation(found.cause, (*found.evidence, fact), (check, *found.advice[:2]))
 
 
 def _opposite_infinities(event: OpEvent, *operands: Operand | None) -> Explanation:
@@ -205,7 +229,9 @@ def _zero_checks(event: OpEvent, bottom: Operand) -> tuple[str, ...]:
     )
     if node_function(event) in ("Div", "TrueDivide", "Reciprocal"):  # else a hook or a function of the user divides
         last = guarded_division(event)
-    return locate(event, divisor, "is 0", bottom), last, without_samples(event)
+    kept = bottom.tensor is not None and not bottom.tensor.startswith(("batch", "args"))  # no batch brought it
+    others = () if kept and not some_samples(event) else (without_samples(event),)
+    return locate(event, divisor, "is 0", bottom), last, *others
 
 
 def guarded_division(event: OpEvent) -> str:

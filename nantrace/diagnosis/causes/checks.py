@@ -9,10 +9,21 @@ from nantrace.diagnosis.causes.reading import in_backward
 from nantrace.diagnosis.causes.wording import figure, limit, line, spot
 from nantrace.lineage import Operand, OpEvent
 
+#: The check where no samples are known; it tells nothing of what a step computes without data.
+ANOTHER_BATCH = "Repeat the step on another batch and see whether the same op fails."
+#: What there is to measure outside the model, up to a place: after the model ran, or in another part of the step.
+MODEL_AND_AFTER = "the model's output and of each tensor after it,"
+_MAGNITUDES = {
+    "post_backward": "each gradient after backward and of each tensor made of them,",
+    "update": "each parameter after the update and of each tensor made of them,",
+}
 #: How the advice to look for the source of a magnitude begins.
 SEARCHES = (
     "Print the largest magnitude of each module",
     "Print the largest magnitude of the model",
+    "Print the largest magnitude of each tensor that",
+    "Print the largest magnitude of each gradient after",
+    "Print the largest magnitude of each parameter after",
     "Compare the largest magnitude of",
 )
 
@@ -21,7 +32,9 @@ def in_wider(event: OpEvent) -> str:
     """Repeat in a wider dtype and compare with the limit of the narrow one."""
     if event.phase == "optimizer":
         return f"Print the largest magnitude of each gradient just before {line(event)}: which of them is large?"
-    what = f"the forward of {spot(event)}, and so its backward," if in_backward(event) else spot(event)
+    what = spot(event)
+    if in_backward(event):
+        what = f"{what if event.module == '' else f'the forward of {what}'}, and so its backward,"
     top = largest(event.dtype)
     against = figure(top) if top is not None else "the values here"
     return f"Run {what} in {wider(event.dtype)} and compare its largest magnitude with {against}."
@@ -41,7 +54,7 @@ def follow_magnitude(event: OpEvent, operand: Operand | None) -> str:
     if operand is not None and operand.tensor and operand.min is not None and operand.max is not None:
         reach = figure(max(abs(operand.min), abs(operand.max)))
         return f"Compare the largest magnitude of {operand.tensor}, here {reach}, with that of a step that works."
-    what = "the model's output and of each tensor after it," if event.module is None else "each module's output"
+    what = _MAGNITUDES.get(event.phase or "", MODEL_AND_AFTER) if event.module is None else "each module's output"
     return f"Print the largest magnitude of {what} up to {line(event)}: where does it start to grow?"
 
 
@@ -59,12 +72,24 @@ def range_checks(event: OpEvent, operand: Operand | None = None) -> tuple[str, .
 def locate(event: OpEvent, what: str, condition: str, operand: Operand | None = None) -> str:
     """Print the elements that meet a condition, just before the op; of a single element, where it came from."""
     before = f"just before {event.op or 'the op'} at {line(event)}"
-    if operand is not None and operand.dtype != "number" and math.prod(operand.shape) == 1:
+    if operand is not None and operand.dtype == "number":
+        why = condition.replace("is", "is it", 1)
+        if event.phase == "optimizer":
+            return f"Print optimizer.param_groups {before}: of which setting is {what}, a plain number, made?"
+        return f"Print {what}, a plain number, {before}, and what it is made of: why {why}?"
+    if operand is not None and math.prod(operand.shape) == 1:
         why = condition.replace("is", "is it", 1)
         if operand.tensor:  # nothing in the step computed it
             return f"Print {operand.tensor} in this step and in those before: since when, and why, {why}?"
         return f"Print {what} {before}, and what it is made of: why {why}?"
     return f"Print the indices where {what} {condition} {before}."
+
+
+#: Where no sample is computed with, and so no other batch helps: what is read there instead.
+_WITHOUT_DATA = {
+    "optimizer": "the gradients, moments and settings",
+    "update": "the smallest and largest value of each tensor",
+}
 
 
 def some_samples(event: OpEvent) -> bool:
@@ -74,17 +99,20 @@ def some_samples(event: OpEvent) -> bool:
 
 def without_samples(event: OpEvent) -> str:
     """Repeat the step without the samples concerned, where they are known."""
+    if event.phase in _WITHOUT_DATA:
+        return f"Print {_WITHOUT_DATA[event.phase]} that {line(event)} reads, in this step and before: what changed?"
     if not some_samples(event):
-        return "Repeat the step on another batch and see whether the same op fails."
+        return ANOTHER_BATCH
     named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
     word = "sample" if len(event.samples) == 1 else "samples"
     return f"Repeat the step without {word} {named} of the batch and see whether it stays finite."
 
 
-def guard_before(event: OpEvent, function: str, harmless: str, condition: str) -> str:
+def guard_before(event: OpEvent, function: str, harmless: str, condition: str, input: str = "x") -> str:
     """Make the input harmless before the op; a mask after it cannot repair the gradient."""
+    what = "the input of" if input == "x" else f"{input} in"
     return (
-        f"Replace the input of {function} at {line(event)} by torch.where({condition}, x, {harmless}) and select "
+        f"Replace {what} {function} at {line(event)} by torch.where({condition}, {input}, {harmless}) and select "
         "afterwards: does the step stay finite?"
     )
 

@@ -101,7 +101,8 @@ def explain(lineage: Lineage, event: OpEvent) -> Explanation:
         A cause from `CAUSES` ("unknown" where the numbers do not tell), the facts, and at most three next checks.
     """
     found = _first_answer(lineage, event)
-    return with_messengers(lineage, event, _with_sources(lineage, event, found))
+    found = hyperparameters.with_settings(lineage, event, _with_sources(lineage, event, found))
+    return with_messengers(lineage, event, found)
 
 
 def _first_answer(lineage: Lineage, event: OpEvent) -> Explanation:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from nantrace.diagnosis.causes.checks import locate, some_samples, without_samples
-from nantrace.diagnosis.causes.reading import size
+from nantrace.diagnosis.causes.reading import operation, parents, size
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import between, counts, line, place, plural, sentence, shape
+from nantrace.diagnosis.causes.wording import between, counts, line, place, plural, round_of, sentence, shape
 from nantrace.diagnosis.ranks import OTHER_RANKS
 from nantrace.lineage import Lineage, OpEvent
 
@@ -19,6 +20,8 @@ _CAUSE = {
     "grad": "bad_gradient",
     "constant": "bad_constant",
 }
+#: Ops that take single elements out of a row, as a target does.
+_TARGETS = re.compile(r"gather|index|select|take|nll_loss")
 _WHAT = {
     "batch": "a tensor of the batch",
     "param": "a parameter",
@@ -36,7 +39,7 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
         return _received(event)
     if category not in _CAUSE:
         return _unobserved(event)
-    facts = [held(event, _WHAT[category])]
+    facts = [held(lineage, event, _WHAT[category])]
     if event.samples and category == "batch":
         word = "Sample" if len(event.samples) == 1 else "Samples"
         named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
@@ -95,7 +98,7 @@ def _unobserved(event: OpEvent) -> Explanation:
     return Explanation("unknown", (sentence(fact),), advice)
 
 
-def held(event: OpEvent, what: str) -> str:
+def held(lineage: Lineage, event: OpEvent, what: str) -> str:
     """ "batch.wav (float32, 3x6) held 6 NaN among 18 elements before the step, the first at [1, 0]." """
     name = event.tensor or sentence(what)
     first = index(event)
@@ -106,7 +109,7 @@ def held(event: OpEvent, what: str) -> str:
     at = "" if one else at
     return (
         f"{name} ({event.dtype}, {shape(event.shape)}) {bad} before "
-        f"{'the step' if event.iteration <= 1 else f'iteration {event.iteration - 1} read it'}{at}."
+        f"{'the step' if event.iteration <= 1 else f'{round_of(lineage, event.iteration)} read it'}{at}."
     )
 
 
@@ -202,9 +205,46 @@ def sentinel(lineage: Lineage, event: OpEvent) -> Explanation:
             "from?",
         )
     else:
+        spread = _spread(lineage, event)
+        if spread is not None:
+            return _shared_out(event, fact, spread)
         advice = (
             f"Replace the literal by a large finite number (torch.finfo(torch.{event.dtype}).min) and see what "
             "the loss becomes.",
             locate(event, "the target or the selected element", "lies under the mask"),
         )
     return Explanation("sentinel_escaped", (fact,), advice)
+
+
+def _spread(lineage: Lineage, event: OpEvent) -> OpEvent | None:
+    """The sum or product that took the -inf of a log_softmax, no element of which had been selected by a target."""
+    if any(_TARGETS.search(operation(each)) for each in _readers(lineage, event)):
+        return None
+    found, waiting, seen = None, [event], {event.id}
+    while waiting:
+        at = waiting.pop()
+        name = operation(at)
+        if _TARGETS.search(name):
+            return None
+        if name in ("sum", "mean", "mul", "sub"):
+            found = at
+        if name == "_log_softmax":
+            return found
+        new = [each for each in parents(lineage, at) if each.id not in seen]
+        seen |= {each.id for each in new}
+        waiting += new
+    return None
+
+
+def _shared_out(event: OpEvent, fact: str, spread: OpEvent) -> Explanation:
+    """Of label smoothing and soft targets: each class has a share in the loss, those under the mask too."""
+    took = (
+        f"{spread.op} took the log-probabilities of whole rows, not of a target alone: label smoothing and soft "
+        "targets give each class a share, those under the mask too, and a share of -inf is infinite."
+    )
+    advice = (
+        f"Run {line(event)} without label smoothing, or with hard targets, and see whether the loss is finite.",
+        "Give the share to the classes outside the mask only: torch.where(mask, 0, log_probabilities) before they are "
+        "weighted and added up; a weight of 0 is not enough, 0 * -inf is NaN.",
+    )
+    return Explanation("sentinel_escaped", (fact, took), advice)

@@ -65,9 +65,7 @@ def logarithm(lineage: Lineage, event: OpEvent) -> Explanation | None:
     """log, log2, log10 need x > 0; log1p needs x > -1."""
     operand = argument(event, "self")
     edge = -1.0 if operation(event) == "log1p" else 0.0
-    if operand is not None and has_inf(operand) and event.kind != "nan":
-        return None
-    if event.kind == "inf":
+    if event.kind == "inf":  # what is infinite in the input, if anything, made other elements of the output
         return _log_at_edge(event, operand, edge)
     if event.kind == "nan" and not event.dtype.startswith("complex"):
         return _log_below_edge(event, operand, edge)
@@ -88,6 +86,8 @@ def _log_at_edge(event: OpEvent, operand: Operand | None, edge: float) -> Explan
 def _away_from(event: OpEvent, operand: Operand | None, edge: float) -> tuple[str, ...]:
     """How to keep the input of a logarithm off the edge: log1p and complex numbers take no probabilities."""
     whole = event.dtype.startswith("complex")
+    if operation(event) in ("xlogy", "special_xlogy"):
+        return (guard_before(event, "xlogy(x, y)", "1", "y > 0", "y"),)
     guard = guard_before(event, operation(event), "1", "x != 0" if whole else f"x > {figure(edge)}")
     if operand is not None and operand.tensor is not None:  # it was there before, nothing computed it
         return f"Keep {operand.tensor} a little above {figure(edge)} where it is prepared, and compare.", guard
@@ -153,12 +153,10 @@ def _root_at_zero(event: OpEvent, operand: Operand | None) -> Explanation | None
 def powers(lineage: Lineage, event: OpEvent) -> Explanation | None:
     """pow: 0 must not meet a negative exponent, nor a negative number a fractional one."""
     base, exponent = argument(event, "self"), argument(event, "exponent")
-    if base is None or exponent is None or has_inf(base) or has_inf(exponent):
-        return None
-    if exponent.min is None or exponent.max is None:
+    if base is None or exponent is None or exponent.min is None or exponent.max is None:
         return None
     if event.kind == "nan":
-        return _fractional(event, base, exponent)
+        return None if has_inf(base) or has_inf(exponent) else _fractional(event, base, exponent)
     if event.kind != "inf":
         return None
     if exponent.min < 0 and has_zero(base) is not False:

@@ -72,7 +72,7 @@ def _repair(event: OpEvent, cause: str, function: str, condition: str) -> str:
             f"Add 1e-6 inside the root at {line(event)}, not behind it, or put torch.where({condition}, x, 1) before "
             "it: does the gradient stay finite?"
         )
-    return guard_before(event, function, "1", condition)
+    return guard_before(event, function, "1", condition, "y" if condition.startswith("y ") else "x")
 
 
 def _edge(function: str, formula: str) -> RuleOfNode:

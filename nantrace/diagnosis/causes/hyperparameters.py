@@ -1,6 +1,7 @@
-"""Nonfinite numbers in an update: a learning rate, a decay or an eps that a schedule or a configuration spoilt.
+"""Numbers that no update can use: a learning rate, a decay or an eps that a schedule or a configuration spoilt.
 
-Such a number is no mark that something later takes out again: whatever it multiplies is lost at once.
+A nonfinite number is no mark that something later takes out again: whatever it multiplies is lost at once. A beta of
+exactly 1 makes the number 0 by which Adam and its kin divide.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from nantrace.diagnosis.causes.reading import absmax, argument
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import figure, line, outcome
 from nantrace.lineage import Hyperparameter, Lineage, OpEvent
@@ -48,6 +50,66 @@ def of_silencing(setting: Hyperparameter) -> Explanation:
         f"Set {setting.name} to its default and see whether the parameters move.",
     )
     return Explanation("nonfinite_hyperparameter", facts, advice)
+
+
+def with_settings(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    """The explanation of a birth, with the setting that the value became, or the beta that made its divisor 0."""
+    if event.kind not in ("nan", "inf"):
+        return found
+    became = settings_made_of(lineage).get(event.id) or _as_numbers(lineage, event)
+    if became:
+        return _with_setting_made(became[0], found)
+    beta = _unit_beta(lineage, event)
+    return found if beta is None else _with_beta(beta, found)
+
+
+def _with_setting_made(setting: Hyperparameter, found: Explanation) -> Explanation:
+    # Where a plain number came from is not recorded: that it was nonfinite then is a fact, that it is this one is not.
+    name = f"{setting.name} of {setting.optimizer}, param_groups[{setting.group}],"
+    name = f"It became {name} which" if setting.writers else name
+    fact = f"{name} was {figure(setting.value)} when the update began."
+    such = ", such as scheduler.step()" if setting.name.partition("[")[0] == "lr" else ""
+    check = f"Print {_place(setting)} after each change to it{such}: where does it become {figure(setting.value)}?"
+    return Explanation(found.cause, (*found.evidence, fact), (*found.advice[:1], check, *found.advice[1:2]))
+
+
+def _as_numbers(lineage: Lineage, event: OpEvent) -> list[Hyperparameter]:
+    """The nonfinite plain numbers among the settings of the update that this value reached, beside training."""
+    if event.carries_grad or event.phase == "optimizer":
+        return []
+    made = {event.id}
+    for later in lineage.events[event.id :]:
+        above = {*later.nan_parents, *later.inf_parents}
+        if above and above <= made and not later.carries_grad:
+            made.add(later.id)
+            if later.phase == "optimizer":
+                return [s for s in _in_force(lineage, later) if not s.writers]
+    return []
+
+
+def _unit_beta(lineage: Lineage, event: OpEvent) -> Hyperparameter | None:
+    """The beta of exactly 1 in the update in which a plain number, or a single one, of 0 divides."""
+    divisor = argument(event, "tensor2", "other", "scalar", "scalars")
+    if event.phase != "optimizer" or divisor is None or divisor.shape or absmax(divisor) != 0:
+        return None
+    begun = [s for s in lineage.unit_betas if s.time <= event.time and s.iteration == event.iteration]
+    return max(begun, key=lambda s: (s.time, s.name), default=None)
+
+
+def _with_beta(beta: Hyperparameter, found: Explanation) -> Explanation:
+    fact = (
+        f"{beta.name} of {beta.optimizer}, param_groups[{beta.group}], was exactly 1 when the update began: the bias "
+        f"correction 1 - {beta.name} ** step is 0 then, and the average with that beta takes nothing in."
+    )
+    return Explanation(found.cause, (fact, *found.evidence), checks_of_beta(beta.name, beta.group))
+
+
+def checks_of_beta(name: str, group: int) -> tuple[str, ...]:
+    shown = f"optimizer.param_groups[{group}]['betas']"
+    return (
+        f"Set {name} below 1 (0.9 and 0.999 are the defaults of Adam) and see whether the parameters stay finite.",
+        f"Print {shown} after the optimizer is built or loaded and after each change to it: where does it become 1?",
+    )
 
 
 def _place(setting: Hyperparameter) -> str:

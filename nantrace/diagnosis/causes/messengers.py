@@ -10,11 +10,11 @@ import math
 import re
 from itertools import pairwise
 
-from nantrace.diagnosis.causes.checks import SEARCHES
+from nantrace.diagnosis.causes.checks import MODEL_AND_AFTER, SEARCHES
 from nantrace.diagnosis.causes.dtypes import largest
 from nantrace.diagnosis.causes.reading import in_backward, operation, parents
 from nantrace.diagnosis.causes.table import Explanation
-from nantrace.diagnosis.causes.wording import figure, line, place, plural
+from nantrace.diagnosis.causes.wording import figure, has_rounds, line, place, plural, round_of
 from nantrace.lineage import Lineage, OpEvent, Sink
 
 OVERFLOWS = frozenset({"overflow", "cast_overflow", "norm_overflow"})
@@ -22,13 +22,15 @@ OVERFLOWS = frozenset({"overflow", "cast_overflow", "norm_overflow"})
 ONE_UPDATE, ALL_UPDATES = 10.0, 100.0
 #: Growth from module to module counts as steady from this factor on, over at least this many modules.
 _FACTOR, _MODULES = 2.0, 3
+#: What there is to measure before the model runs, and where it is not known to have run.
+BEFORE_FORWARD, COMPUTED = "each tensor that the code before the forward makes,", "each tensor that is computed"
 #: A parameter is worth naming from here on, or from where its square overflows.
 _HUGE = 1e6
 
 
 def with_messengers(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
     """The explanation, with what the rest of the step says about it."""
-    for enlarge in (_huge_parameters, _growing_outputs, _recomputed, _loss_scale, _updates):
+    for enlarge in (_without_output, _huge_parameters, _growing_outputs, _recomputed, _loss_scale, _updates):
         found = enlarge(lineage, event, found)
     return Explanation(found.cause, (*found.evidence, *_spread_by_clipping(lineage, event)), found.advice[:3])
 
@@ -45,6 +47,16 @@ def _without_search(found: Explanation) -> Explanation:
     return Explanation(found.cause, found.evidence, kept)
 
 
+def _without_output(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
+    """Where the model has not run since the last update, its output is no place to look for a magnitude."""
+    begun = max((time for time in lineage.step_times if time < event.time), default=0)
+    if any(begun < time < event.time for time in lineage.round_times):
+        return found
+    first = not begun and any(time > event.time for time in lineage.round_times)
+    advice = tuple(text.replace(MODEL_AND_AFTER, BEFORE_FORWARD if first else COMPUTED) for text in found.advice)
+    return Explanation(found.cause, found.evidence, advice)
+
+
 def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
     least = min(_HUGE, math.sqrt(largest(event.dtype) or math.inf))
     ranked = sorted((pair for pair in lineage.huge_params if pair[1] > least), key=lambda pair: -pair[1])
@@ -53,8 +65,8 @@ def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Ex
     facts = tuple(f"Parameter {name} reached {figure(size)} in magnitude before the step." for name, size in ranked[:2])
     name = ranked[0][0]
     check = (
-        f"Print the magnitude of {name} right after the model is built or loaded, initialise it anew, and see whether "
-        "the step stays finite."
+        f"Print the magnitude of {name} right after the model is built or loaded, and after each update since: what "
+        "made it so large?"
     )
     return _put_first(_without_search(found), facts, (check,))
 
@@ -131,14 +143,17 @@ def _loss_scale(lineage: Lineage, event: OpEvent, found: Explanation) -> Explana
     if found.cause not in OVERFLOWS or event.iteration not in lineage.skipped_iterations:
         return found
     skips = len(set(lineage.skipped_iterations))
-    seen = f"GradScaler skipped this iteration ({plural(skips, 'iteration')} skipped in this step)."
+    whole = "trace" if lineage.round == "step" else "step"
+    seen = f"GradScaler skipped this {lineage.round} ({plural(skips, lineage.round)} skipped in this {whole})."
     if skips == 1 and not lineage.growth:
-        seen = "GradScaler skipped the update, the only one in this step."
+        seen = f"GradScaler skipped the update, the only one in this {whole}."
+    elif not has_rounds(lineage):
+        seen = "GradScaler skipped the update."
     outside = updates_outside_the_scaler(lineage, event)
     facts = tuple(f"{name} was updated all the same: an optimizer stepped outside the scaler." for name in outside[:1])
     later = [iteration for iteration, *_ in lineage.growth if iteration > max(lineage.skipped_iterations)]
     if later and not outside:
-        seen += f" From iteration {min(later) - 1} on updates were taken again."
+        seen += f" From {round_of(lineage, min(later))} on updates were taken again."
     if not in_backward(event) and event.phase not in ("recompute", "post_backward"):
         if _is_scaling(event):
             fact = "It is the product of a loss, which was finite, and the loss scale: a smaller scale keeps it finite."
@@ -239,8 +254,9 @@ def _updates(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanatio
     if grown is None:
         return found
     total, worst, before, after = grown
+    who = "Earlier updates" if lineage.round == "step" else "Updates earlier in this step"
     fact = (
-        f"Updates earlier in this step took the largest parameter norm from {figure(before)} to "
+        f"{who} took the largest parameter norm from {figure(before)} to "
         f"{figure(after)}, a factor "
         f"of {figure(total)}{f', up to {figure(worst)} in one update' if figure(worst) != figure(total) else ''}."
     )

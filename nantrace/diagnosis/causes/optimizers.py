@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nantrace.diagnosis.causes.arithmetic import beyond_bound, division, product_sum, quotient
 from nantrace.diagnosis.causes.dtypes import limits, rounds_to_zero
+from nantrace.diagnosis.causes.hyperparameters import checks_of_beta
 from nantrace.diagnosis.causes.reading import argument, has_inf, has_zero, number
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import figure, held_zeros, outcome, place, read
@@ -60,6 +61,12 @@ def second_moment(lineage: Lineage, event: OpEvent) -> Explanation | None:
 def fused_update(lineage: Lineage, event: OpEvent) -> Explanation | None:
     """_fused_adam and its kin carry eps as an argument."""
     eps = number(event, "eps")
+    if event.kind == "nan" and number(event, "beta2") == 1:
+        fact = (
+            f"betas[1] was exactly 1 in {place(event)}: the bias correction 1 - betas[1] ** step is 0 then, and the "
+            "second moment takes nothing in; 0 / 0 is NaN."
+        )
+        return Explanation("zero_over_zero", (fact, outcome(event)), checks_of_beta("betas[1]", 0))
     if event.kind == "nan" and eps is not None and rounds_to_zero(eps, event.dtype):
         fact = f"eps is {figure(eps)} in {place(event)}, which is 0 in {event.dtype}; a zero gradient gives 0 / 0."
         return Explanation("eps_underflow", (fact, outcome(event)), _advice(event))

@@ -35,10 +35,21 @@ def argument(event: OpEvent, *names: str) -> Operand | None:
         found = [operand for operand in event.operands if operand.name.partition("[")[0] == name]
         if found:
             return found[0] if len(found) == 1 else _merged(name, found)
-        value = event.scalars.get(name)
+        value = _own(event, event.scalars.get(name))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return _of_number(name, value)
     return None
+
+
+def _own(event: OpEvent, value: object) -> object:
+    """Of the numbers of a list op, one to each tensor of its list, the one that made this output."""
+    if not isinstance(value, (list, tuple)) or "_foreach_" not in (event.op or ""):
+        return value
+    indices = {operand.name.partition("[")[2].removesuffix("]") for operand in event.operands}
+    index = indices.pop() if len(indices) == 1 else ""
+    if index.isdigit() and int(index) < len(value):
+        return value[int(index)]
+    return value[0] if len(set(value)) == 1 else None
 
 
 def _of_number(name: str, value: float) -> Operand:

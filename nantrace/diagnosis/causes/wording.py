@@ -7,7 +7,7 @@ import math
 from nantrace.diagnosis.causes.dtypes import largest
 from nantrace.diagnosis.causes.reading import elements, in_backward, size
 from nantrace.diagnosis.causes.roles import role
-from nantrace.lineage import Operand, OpEvent
+from nantrace.lineage import Lineage, Operand, OpEvent
 
 
 def figure(value: float) -> str:
@@ -98,6 +98,8 @@ def described(operand: Operand, op: str | None) -> str:
         value = -math.inf if operand.neginf else value
         return f"{label(operand, op)} was {figure(value)}"
     bad = operand.nan + operand.posinf + operand.neginf
+    if not bad and operand.min is None and elements(operand):
+        return f"{label(operand, op)} ({operand.dtype}, {shape(operand.shape)}) was finite"
     held = f"held {counts(operand.nan, operand.posinf, operand.neginf)}" if bad else "was finite"
     word = "zero part" if operand.dtype.startswith("complex") else "zero"  # real and imaginary parts are counted
     rest = "the rest " if bad and operand.min is not None else ""
@@ -145,3 +147,19 @@ def zeros(operand: Operand) -> str:
 
 def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def in_round(lineage: Lineage, iteration: int) -> str:
+    """ " in iteration 2", counted from 0, or " in step 2"; nothing where there is one round only."""
+    return f" in {round_of(lineage, iteration)}" if has_rounds(lineage) else ""
+
+
+def round_of(lineage: Lineage, iteration: int) -> str:
+    """ "iteration 2" or "step 2", counted from 0."""
+    return f"{lineage.round} {iteration - 1}"
+
+
+def has_rounds(lineage: Lineage) -> bool:
+    """Whether there was more than one iteration."""
+    seen = (*(event.iteration for event in lineage.events), *(sink.iteration for sink in lineage.sinks))
+    return max((*seen, *(number for number, *_ in lineage.growth), *lineage.skipped_iterations), default=1) > 1

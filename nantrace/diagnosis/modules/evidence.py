@@ -166,7 +166,9 @@ def _gap(seen: Seen, row: int) -> str:
     if suspects.came_in(seen, row):
         return "Not seen: whether the batch held it already or code before the call made it."
     unsure = suspects.model_unseen(seen, int(seen.step[row])) or differentiated_before(seen, row)
-    return f"Not seen: which op{'' if unsure else ' outside the modules'} made it; a module trace holds no ops."
+    where = "" if unsure else " outside the modules"
+    hidden = f", nor what forward{where} may have hidden" if seen.phase[row] == Phase.BACKWARD else ""
+    return f"Not seen: which op{where} made it{hidden}; a module trace holds no ops."
 
 
 def as_mapping(seen: Seen, row: int) -> dict[str, Any]:
