@@ -607,3 +607,14 @@ def test_a_gradient_that_was_asked_for_explains_a_loss_made_of_it(slot: str) -> 
     expected = ("backward", "inner") if slot == "differentiated value" else ("loss", None)
     assert verdict.origin is not None
     assert (verdict.status, verdict.stage, verdict.origin.module) == ("fault", *expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [(0.5, "far below the largest that float32 holds"), (3e38, "88.2 % of the range")]
+)
+def test_an_infinity_is_set_against_the_largest_finite_value_beside_it(size: float, said: str) -> None:
+    written = Written()
+    with written.call("", made={"posinf": 1, "low": -size, "high": size}):
+        written.run("act")
+    written.loss(posinf=1)
+    assert any(text.endswith(f", {said}.") for text in judge(written).evidence)

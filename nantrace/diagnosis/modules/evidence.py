@@ -102,7 +102,8 @@ def _magnitudes(seen: Seen, row: int) -> list[str]:
     if not size or largest is None or not seen.infinite[row]:
         return []
     share = 100 * size / largest
-    return [f"Its largest finite value is {size:.2e}" + (f", {share:.1f} % of the range." if share >= 0.1 else ".")]
+    of = f"{share:.1f} % of the range" if share >= 0.1 else f"far below the largest that {seen.site(row).dtype} holds"
+    return [f"Its largest finite value is {size:.2e}, {of}."]
 
 
 def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
