@@ -49,7 +49,8 @@ def trace(
 
     Args:
         model: the model to trace. Nothing in it is changed.
-        path: file to write; None keeps the trace in memory as `tracer.trace`.
+        path: file to write; None keeps the trace in memory as `tracer.trace`. In a distributed run each rank writes
+            its own: "step.r00001.h5" for rank 1.
         optimizer, scaler: found when they step if they are not handed over.
         batch: what the step reads, a tensor or any nesting of them; its tensors are named in the verdict.
         modules: globs on FQNs that select modules; None all.
@@ -304,6 +305,7 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
 
     A step is judged by its own rows, with the ledger of the stuck steps directly before it: two in a row are a fault.
     """
+    from nantrace.capture.surroundings import own_path
     from nantrace.diagnosis.diagnose import diagnose
     from nantrace.diagnosis.standstill import is_stuck
     from nantrace.render.sentence import sentence
@@ -317,8 +319,9 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
             before.clear()
         verdict = diagnose(dataclasses.replace(trace, steps=(*before, *trace.steps)))
         before[:] = [*before[-_TURNS:], now] if is_stuck(now) else []
-        fault = verdict.status == "fault"
-        return (sentence(verdict, None if path is None else os.fspath(path)) if fault else None), fault
+        if verdict.status != "fault":
+            return None, False
+        return sentence(verdict, None if path is None else own_path(path, trace.meta.get("rank"))), True
 
     return judge
 

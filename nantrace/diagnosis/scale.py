@@ -41,10 +41,13 @@ def _runs(rows: Rows) -> Iterator[Observation]:
         yield _calibration(rows, first)
         runs = runs[1:]
     lasting = [run for run in runs if len(run) >= _PERSISTENT or _end(rows, run) < 1]
-    single = [run for run in runs if run not in lasting]
+    # A loss that is nonfinite before it is scaled explains its skip without the scale.
+    single = [run for run in runs if not any(is_nonfinite(rows[place].get("loss")) for place in run)]
     if lasting:
         yield _persistent(rows, max(lasting, key=len))
-    if single and not lasting:
+    elif len(single) == 1 and len(single[0]) > 1 and single[0][-1] == len(rows) - 1:
+        yield _last(rows, single[0])
+    elif single:
         yield _occasional(rows, single)
 
 
@@ -71,10 +74,23 @@ def _occasional(rows: Rows, runs: list[list[int]]) -> Observation:
     return Observation(
         "occasional",
         _numbers(rows, skipped),
-        f"{len(skipped)} of {len(rows):,} updates were skipped, with committed updates in between.",
+        f"1 of {len(rows):,} updates was skipped."
+        if len(skipped) == 1
+        else f"{len(skipped)} of {len(rows):,} updates were skipped, with committed updates in between.",
         evidence,
         "A scaler that grows its scale until a gradient overflows skips now and then: a skip happened, no more.",
         "The share of skipped updates is worth watching; it does not say that the model is broken.",
+    )
+
+
+def _last(rows: Rows, run: list[int]) -> Observation:
+    return Observation(
+        "occasional",
+        _numbers(rows, run),
+        f"The last {len(run)} of {len(rows):,} updates were skipped, one after the other.",
+        (),
+        "A scaler may skip a few in a row before it has found its level.",
+        "Whether the next would have been committed is not seen: trace more steps.",
     )
 
 

@@ -60,6 +60,8 @@ def header_words(trace: Trace) -> list[str]:
     parts = [f"torch {meta['torch']}" if "torch" in meta else "", str(meta.get("device", ""))]
     found = ranks(trace)
     parts += [f"rank {found[0]} of {found[1]}"] if found is not None else []
+    if meta.get("user_mode") == "compiled" and meta.get("executed") == "eager":
+        parts.append("compiled code run eagerly")
     parts += [plural(steps, "step"), plural(len(trace), "event")]
     ended = f"ended by {trace.raised.error}" if trace.raised else "complete"
     parts.append(ended if trace.complete else "incomplete: the writer did not close it")

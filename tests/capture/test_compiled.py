@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import nantrace
 from nantrace.capture.tracer import Tracer
 
 from .conftest import Rows
@@ -85,6 +86,7 @@ def test_submodules_of_a_compiled_model_are_seen_and_nothing_is_compiled_anew(co
     }
     assert tracer.trace.meta["user_mode"] == "compiled"
     assert tracer.trace.meta["executed"] == "eager"
+    assert "compiled code run eagerly" in str(nantrace.report(tracer.trace))
 
 
 def test_the_stance_is_put_back_after_an_exception() -> None:

@@ -130,6 +130,19 @@ def test_a_nan_loss_is_no_scale_problem() -> None:
     assert found[0].evidence == ("Up to step 3 the scale stood at 65,536.",)
 
 
+def test_a_skip_whose_loss_was_nonfinite_before_it_was_scaled_says_nothing_of_the_scale() -> None:
+    losses = [1.0] * 3 + [math.inf] * 3
+    assert _kinds(readings(_scaled("...sss", committed=9, loss=losses))) == ["nan_at_stable_scale"]
+
+
+def test_skips_up_to_the_end_are_not_said_to_have_committed_updates_between_them() -> None:
+    (found,) = readings(_scaled("...sss", committed=9))
+    assert found.sentence == "The last 3 of 6 updates were skipped, one after the other."
+    assert found.steps == (3, 4, 5)
+    (single,) = readings(_scaled(".....s", committed=9))
+    assert single.sentence == "1 of 6 updates was skipped."
+
+
 def test_skips_that_go_with_batches_are_told() -> None:
     batches = [step % 5 for step in range(20)]
     pattern = "".join("s" if batch == 3 else "." for batch in batches)

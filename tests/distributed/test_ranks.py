@@ -135,3 +135,23 @@ def test_a_report_says_its_rank_and_gives_the_command_for_the_other(ranks: list[
     assert "rank 0 of 2" in here["text"] and "rank 1 of 2" in there["text"]
     assert here["text"].endswith(f"Next: nantrace report ops{ops}.r00001.h5")
     assert "nantrace report" not in there["text"]
+
+
+WARNED = """
+import sys, warnings, torch, nantrace
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    with nantrace.trace(model, f"{sys.argv[1]}/step.h5"):
+        model(torch.full((1, 2), float("nan"))).sum().backward()
+print(told[0].message)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_warning_names_the_file_that_its_rank_wrote(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", WARNED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    named = run.stdout.strip().rpartition(" ")[2]
+    assert named == f"{tmp_path}/step.r00000.h5", run.stderr
+    assert Path(named).exists()
