@@ -59,8 +59,16 @@ def _by_what_it_holds(trace: Trace) -> Verdict:
     if trace.lineage is not None and (trace.lineage.ops or trace.lineage.events):
         from nantrace.diagnosis.blame import blame
 
-        return blame(_counted(trace, trace.lineage)).verdict
+        lineage = _counted(trace, trace.lineage)
+        return _in_steps(blame(lineage).verdict) if lineage.round == "step" else blame(lineage).verdict
     return by_ledger(trace) if is_ledger_alone(trace) else with_unsampled(by_module(trace), trace)
+
+
+def _in_steps(verdict: Verdict) -> Verdict:
+    origin = None if verdict.origin is None else dataclasses.replace(verdict.origin, round="step")
+    return dataclasses.replace(
+        verdict, origin=origin, also=tuple(dataclasses.replace(other, round="step") for other in verdict.also)
+    )
 
 
 def _counted(trace: Trace, lineage: Lineage) -> Lineage:

@@ -33,6 +33,8 @@ def as_read(lineage: Lineage, event: OpEvent) -> OpEvent:
     begun = updated is None or any(updated < time <= event.time for time in lineage.round_times)
     follows = any(time > event.time for time in lineage.round_times)
     late = 0 if begun or not follows else 1
+    if reader is not None and not any(event.time < time <= reader.time for time in lineage.round_times):
+        late = max(late, reader.iteration - event.iteration)  # what was made of it is told with what it was for
     return dataclasses.replace(event, iteration=event.iteration + late, where=where)
 
 

@@ -31,6 +31,7 @@ class Origin:
         output: statistics of what it put out.
         first_bad: index of the first nonfinite element, one integer a dimension.
         samples: batch indices concerned, if dim 0 is the batch.
+        round: "step" where ops were recorded step by step; None: `step` counts iterations for an op, else steps.
     """
 
     step: int = 0
@@ -46,6 +47,7 @@ class Origin:
     output: Any = None
     first_bad: tuple[int, ...] | None = None
     samples: tuple[int, ...] | None = None
+    round: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from nantrace.flow.between import Between
 from nantrace.flow.births import is_datalike, kind_of, operands, output_fields, scalars
 from nantrace.flow.calls import Call
 from nantrace.flow.context import Context, Whereabouts
@@ -37,6 +38,7 @@ class Chronicle:
     Attributes:
         memory: what is known of each piece of memory.
         host: which nonfinite values the step itself looked at.
+        between: events of which it is not known yet to which iteration they belong.
         filling: who had written what the op being recorded copies into. Some collectives work on memory of their own,
             and copy what came into the memory that they were given.
     """
@@ -53,7 +55,7 @@ class Chronicle:
         self._unwritten = Unwritten()
         self._recorder, self._lineage = recorder, recorder.lineage()
         self._places, self._rounds, self._externals = places, rounds, externals
-        self._on_event = on_event
+        self.between = Between(rounds, self.memory.writers, on_event)
         self.filling: Unseen | None = None
 
     def record(self, call: Call, bad: list[tuple[int, Tensor]], outputs: int, finite: bool) -> None:
@@ -93,6 +95,7 @@ class Chronicle:
 
     def _note_readers(self, call: Call, place: Context, absorbed: bool) -> None:
         reader = place.node_key or place.phase
+        self.between.read(call.read_ids(), place.phase)
         for id in call.read_ids():
             event = self._lineage.event(id)
             event.read_by_forward |= place.phase in ("forward", "loss", "recompute")
@@ -175,8 +178,7 @@ class Chronicle:
 
     def _keep(self, event: OpEvent) -> None:
         self._lineage.events.append(event)
-        if self._on_event is not None:
-            self._on_event(event)
+        self.between.keep(event)
 
     def _external(self, plane: Tensor, found: Masks) -> int:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""
@@ -202,6 +204,7 @@ class Chronicle:
             **output_fields(*_whole(plane, found, external), self._externals.batch_size, described=True),
         )
         self._lineage.events.append(event)
+        self.between.arrived(event)
         return event.id
 
     def _those(self, unseen: Unseen | None, kind: Literal["nan", "inf"]) -> tuple[int, ...]:

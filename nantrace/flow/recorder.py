@@ -129,6 +129,7 @@ class OpRecorder(TorchDispatchMode):
             if error is not None:
                 self._sinks.exception(error, self._raised)
             self._sinks.finish(self.returned)
+            self._chronicle.between.finish()
         self._result.ops = self.time
         unread = sorted(self._memory.unread.items())
         self._result.notes += [f"{count} tensors were not read: {reason}" for reason, count in unread]
@@ -165,6 +166,12 @@ class OpRecorder(TorchDispatchMode):
     def depth(self) -> int:
         """How many module calls are open."""
         return len(self._places.stack)
+
+    def round_begins(self) -> None:
+        """A backward begins; the step that it belongs to is open."""
+        self._rounds.begin()
+        self._chronicle.between.begin()
+        self._chronicle.between.flush()
 
     def look(self, tensor: Tensor) -> Look | None:
         return self._memory.look(tensor)
@@ -361,6 +368,7 @@ class OpRecorder(TorchDispatchMode):
             if rounds.state == "after_backward":
                 self._sinks.close_pending()
             rounds.forward(self.time, outermost=not places.stack)
+            self._chronicle.between.begin()
         if id(module) not in places.frames.names:
             self._externals.add_criterion(module)
         elif not places.stack:
@@ -379,6 +387,7 @@ class OpRecorder(TorchDispatchMode):
             self._guarded(self._module_ends, module, output)
 
     def _module_ends(self, module: torch.nn.Module, output: Any) -> None:
+        self._chronicle.between.flush()
         task = self._places.leave(module)
         name = self._places.frames.names.get(id(module))
         if task is None or task >= 0 or name is None or self._within is not None:

@@ -1,7 +1,8 @@
 """Where in the step's life we are: forward, between backward and optimizer, in the optimizer, after it.
 
 An iteration is a round that ends in an optimizer update or a skip; it is counted up when the next forward or backward
-begins, because what comes right after an update (a scheduler, an average of weights) still belongs to it.
+begins, because what comes right after an update (an average of weights) still belongs to it; of what does not,
+`between` knows.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ class Looker(Protocol):
 
     time: int
 
+    def round_begins(self) -> None: ...
     def look(self, tensor: Tensor) -> Seen | None: ...
     def is_known_finite(self, tensor: Tensor) -> bool: ...
     def are_known_finite(self, tensors: Iterable[Tensor]) -> bool: ...
@@ -73,7 +74,7 @@ class Sinks(StepListener):
         self._trains = True
         if nested:
             return
-        self._rounds.begin()
+        self._recorder.round_begins()
         with self._recorder.pausing():
             for root in roots:
                 name = "loss" if accumulates else "differentiated value"

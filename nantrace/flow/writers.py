@@ -92,6 +92,18 @@ class Writers:
             mask = mask & (_like(ids, plane) == 0)
         self.write(plane, mask, writer)
 
+    def present(self) -> set[int]:
+        """Ids of those whose elements lie in memory that is still in use."""
+        found: set[int] = set()
+        for entry in self.entries.values():
+            if entry.storage.expired():
+                continue
+            if entry.whole is not None:
+                found.add(entry.whole)
+            elif entry.ids is not None:
+                found.update(torch.unique(entry.ids).tolist())
+        return found
+
     def forget(self, key: int) -> None:
         """All of this storage was overwritten with finite values."""
         self.entries.pop(key, None)

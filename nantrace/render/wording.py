@@ -71,7 +71,8 @@ def header_words(trace: Trace) -> list[str]:
 def place_words(origin: Origin, stage: str | None = None) -> list[str]:
     """When, in which module, which op or tensor, of what dtype and shape: a phrase each."""
     # Both counted from 0; a step that is replayed op by op may hold several iterations.
-    words = [f"{'iteration' if origin.op else 'step'} {origin.step}"] if origin.step else []
+    counted = origin.round or ("iteration" if origin.op else "step")
+    words = [f"{counted} {origin.step}"] if origin.step else []
     # The tensor was so before anybody computed with it.
     given = not origin.op and (origin.phase is None or stage in ("input", "state"))
     words.append("before the step" if given else origin.phase or "unknown phase")
