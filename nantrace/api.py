@@ -303,11 +303,13 @@ def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | st
 def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:
     """What a tracer asks of a step that holds nonfinite values.
 
-    A step is judged by its own rows, with the ledger of the stuck steps directly before it: two in a row are a fault.
+    A step is judged by its own rows, with the ledger of those directly before it that were skipped or left out
+    over a nonfinite value: two in a row are a fault.
     """
     from nantrace.capture.surroundings import own_path
     from nantrace.diagnosis.diagnose import diagnose
-    from nantrace.diagnosis.standstill import is_stuck
+    from nantrace.diagnosis.modules.given_up import as_given_up
+    from nantrace.diagnosis.standstill import is_stuck, standstill
     from nantrace.render.sentence import sentence
 
     before: list[Mapping[str, Any]] = []
@@ -317,11 +319,14 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
         before[:] = [row for row in before if row["step"] < now["step"]]
         if before and before[-1]["step"] != now["step"] - 1:
             before.clear()
-        verdict = diagnose(dataclasses.replace(trace, steps=(*before, *trace.steps)))
-        before[:] = [*before[-_TURNS:], now] if is_stuck(now) else []
+        steps = (*before, *trace.steps)
+        verdict = diagnose(dataclasses.replace(trace, steps=steps))
+        stuck = now if is_stuck(now) else as_given_up(trace)
+        before[:] = [] if stuck is None else [*before[-_TURNS:], stuck]
         if verdict.status != "fault":
             return None, False
-        return sentence(verdict, None if path is None else own_path(path, trace.meta.get("rank"))), True
+        file = None if path is None else own_path(path, trace.meta.get("rank"))
+        return sentence(verdict, file, since=next(iter(standstill(steps)), None)), True
 
     return judge
 

@@ -8,21 +8,23 @@ from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.render.cells import harmless, shorten
 
 
-def sentence(verdict: Verdict, path: str | None = None) -> str:
+def sentence(verdict: Verdict, path: str | None = None, since: int | None = None) -> str:
     """The first nonfinite tensor, the stage and the cause, and where to read on.
 
     Args:
         verdict: of a fault.
         path: of the trace file, if there is one.
+        since: the step since which training stands still, which a report places the fault in.
     """
     where = "print(nantrace.report(tracer.trace))" if path is None else f"nantrace report {shlex.quote(path)}"
+    still = "" if since is None else f"training stands still since step {since} (GradScaler skips every update): "
     if verdict.origin is not None and verdict.origin.dtype is None and verdict.stage is None and verdict.evidence:
-        return harmless(f"{verdict.evidence[0]} See: {where}")  # told by the ledger, which knows no first tensor
+        return harmless(f"{still}{verdict.evidence[0]} See: {where}")  # told by the ledger, which knows no first tensor
     found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict.origin)}"
     stage = verdict.stage if verdict.origin is None or verdict.stage != verdict.origin.phase else None  # said already
     why = ", ".join(word for word in (stage, (verdict.cause or "").replace("_", " ")) if word)
     step = f"step {verdict.origin.step}: " if verdict.origin is not None and verdict.origin.step else ""
-    return harmless(f"{step}{found}{f' ({why})' if why else ''}. See: {where}")
+    return harmless(f"{step}{still}{found}{f' ({why})' if why else ''}. See: {where}")
 
 
 def _tensor(origin: Origin) -> str:

@@ -42,9 +42,12 @@ class Captured:
     def judged(self, verdict: Verdict) -> Verdict:
         """What a replay found, seen beside what is known of the captured step: it did fail."""
         evidence = (*verdict.evidence, *self.differs(), *self.unfilled())
+        fault = self.kept["manifest"].get("fault") or "it was at fault"
+        if verdict.status == "contained":
+            alone = "One step alone cannot show whether training stands still; of the run that it is from was said"
+            evidence = (*evidence, f"{alone}: {fault.partition(' See: ')[0].rstrip('.')}.")
         if verdict.status not in ("clean", "expected"):
             return dataclasses.replace(verdict, evidence=evidence)
-        fault = self.kept["manifest"].get("fault") or "it was at fault"
         first = f"The captured step failed ({fault}); replayed from {self.path} it stayed finite."
         missing = tuple(sentence for sentence in recovery(self) if "missing" in sentence)
         return dataclasses.replace(verdict, status="not_reproduced", evidence=(first, *evidence, *missing))

@@ -240,3 +240,32 @@ def test_a_captured_optimizer_that_the_step_does_not_name_is_said(captured: Path
     model, _ = build()
     verdict = nantrace.bisect(lambda m, b: m(b["x"]).mean().backward(), model, batch, capture=captured)
     assert any("holds the state of AdamW, and the step names no such optimizer" in each for each in verdict.evidence)
+
+
+def test_a_step_in_which_training_stands_still_is_told_from_where_it_began(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    batch = torch.randn(8, 4)
+
+    def run(model: nn.Module, x: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    path = tmp_path / "stuck.capture"
+    tracing = nantrace.trace(model, optimizer=optimizer, scaler=scaler, batch=batch, capture=path)
+    with pytest.warns(NantraceWarning, match="step 2: training stands still since step 1 ") as told, tracing:
+        run(model, batch)
+        model[0].weight.data.mul_(1e6)
+        for _ in range(3):
+            run(model, batch)
+    assert len(told) == 1
+    verdict = nantrace.bisect(Step(run, model, batch, optimizer=optimizer, scaler=scaler), capture=path)
+    assert verdict.status == "contained"
+    said = [sentence for sentence in verdict.evidence if "One step alone cannot show" in sentence]
+    assert len(said) == 1 and "training stands still since step 1 " in said[0] and "See:" not in said[0]
