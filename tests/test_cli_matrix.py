@@ -43,6 +43,13 @@ def without_batch():
     return nantrace.Step(lambda: step.model(torch.ones(1, 4)).sum().backward(), step.model)
 
 
+def boom(model, batch):
+    raise ValueError("no more data")
+
+
+raises = nantrace.Step(boom, nn.Linear(4, 4), torch.ones(2, 4))
+
+
 def leaves():
     step = make()
     return nantrace.Step(lambda *_: sys.exit(7), step.model)
@@ -107,3 +114,11 @@ def test_wrong_use_is_a_sentence(file: Path) -> None:
 def test_a_step_that_leaves_the_interpreter_ends_the_command_in_a_sentence(file: Path) -> None:
     done = run("matrix", f"{file}:leaves")
     assert done.exit_code == 3 and "the step called sys.exit(7) at train.py" in done.stderr
+
+
+def test_a_step_that_raises_over_nothing_nonfinite_is_the_users_error_first(file: Path) -> None:
+    done = run("matrix", f"{file}:raises", "--axis", "float64")
+    assert done.exit_code == 3
+    assert "ValueError: no more data" in done.stderr and "in boom" in done.stderr
+    last = done.stderr.strip().split("\n")[-1]
+    assert "the step raised ValueError: no more data at train.py:" in last and last.endswith("then run matrix again.")

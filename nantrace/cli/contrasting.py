@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from nantrace.cli.answers import finish, say_next, show
-from nantrace.cli.console import Progress, sentences
+from nantrace.cli.console import Progress, fail, note, sentences
 from nantrace.cli.targets import Again, leaving, load_step
 
 
@@ -62,7 +62,12 @@ def matrix(
                 max_replays=max_replays,
                 progress=progress,
             )
+        broken = watched.told is not None and found.base.outcome == "raised"  # over nothing that was nonfinite
+        if broken and watched.told is not None:
+            note(watched.told)
         show(found, text, as_json)
+        if broken:
+            fail(f"the step raised {watched.short} before anything was nonfinite: mend that, then run matrix again.")
         again = Again(target, arguments, capture).command()
         say_next(again if found.base.outcome != "finite" else None, as_json)
         finish(found.base.outcome == "nonfinite" and found.base.status != "contained", exit_code)
