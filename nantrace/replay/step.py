@@ -86,6 +86,11 @@ def _resolve(module: ModuleType, path: str, name: str) -> Step:
     found = getattr(module, name)
     if isinstance(found, Step):
         return found
+    if isinstance(found, torch.nn.Module):
+        raise ReplayError(
+            f"{path}:{name} is a Module ({type(found).__name__}), not a nantrace.Step or a function without arguments: "
+            f"make a nantrace.Step(run, model, batch) of it; {path} {defines(path)}."
+        )
     if not callable(found):
         raise ReplayError(
             f"{path}:{name} is {_short(found)}; it must be a nantrace.Step or a function that returns one."

@@ -85,6 +85,7 @@ def test_a_relative_target_finds_its_neighbours(script: Path, monkeypatch: pytes
         ("{script}:stepp", "has no 'stepp'; it defines make_step(), forgot(), ready."),
         ("{script}:learning_rate", "is 0.1 (float); it must be a nantrace.Step or a function"),
         ("{script}:loop", "needs the arguments epochs; it must be a function without arguments"),
+        ("{script}:model", "is a Module (Linear), not a nantrace.Step or a function without arguments: make a"),
         ("{script}:forgot", "returned an object of type Linear; it must return nantrace.Step"),
     ],
 )
