@@ -20,6 +20,9 @@ from nantrace.flow.values import tensors_in
 from nantrace.replay.replays import Replays
 from nantrace.replay.step import Step
 
+#: Samples tried by themselves once one was found that fails so: does any other?
+_OTHERS = 7
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -30,15 +33,22 @@ class Samples:
         size: samples of the whole batch.
         replays: runs of the step that were needed.
         minimal: False when the replays ran out before no sample could be left out.
+        alone: where one sample is left, which fail by themselves, of those that were tried.
+        tried: how many samples were tried by themselves.
     """
 
     indices: tuple[int, ...]
     size: int
     replays: int
     minimal: bool
+    alone: tuple[int, ...] = ()
+    tried: int = 0
 
     def __str__(self) -> str:
         count, rough = len(self.indices), "Not bit-exact: a smaller batch takes other kernels."
+        if count == 1 and 1 < self.tried == len(self.alone):
+            which = f"{self.size:,} samples" if self.tried == self.size else f"{self.tried:,} samples that were tried"
+            return f"Each of the {which} fails by itself: the reason is in no one of them alone. {rough}"
         if count == 1:
             return f"Of {self.size:,} samples, 1 fails by itself (sample {self.indices[0]}). {rough}"
         shown = ", ".join(map(str, self.indices[:12])) + (", ..." if count > 12 else "")
@@ -77,7 +87,24 @@ def _searched(replays: Replays, step: Step, size: int) -> Samples:
         return bool(kinds & {end.place for end in ends.nonfinite}) if kinds else ends.raised == whole.raised
 
     indices, minimal = reduced(list(range(size)), fails, lambda: replays.left > 0)
-    return Samples(tuple(indices), size, replays.count, minimal)
+    alone, tried = _alone(indices[0], size, fails, lambda: replays.left > 0) if len(indices) == 1 else ((), 0)
+    return Samples(tuple(indices), size, replays.count, minimal, alone, tried)
+
+
+def _alone(
+    index: int, size: int, fails: Callable[[Sequence[int]], bool], may: Callable[[], bool]
+) -> tuple[tuple[int, ...], int]:
+    """Which samples besides `index` fail by themselves, and how many were tried, up to the first that does not."""
+    others = [i for i in range(size) if i != index]
+    step = max(1, -(-len(others) // _OTHERS))
+    alone = [index]
+    for other in others[::step]:
+        if not may():
+            break
+        if not fails([other]):
+            return tuple(sorted(alone)), len(alone) + 1
+        alone.append(other)
+    return tuple(sorted(alone)), len(alone)
 
 
 def reduced(

@@ -87,3 +87,27 @@ def test_nested_batches_are_sliced_and_closed_objects_refused() -> None:
     assert out["r"].x.tolist() == [0, 2] and batch["r"].x.shape == (3,)
     with pytest.raises(ReplayError, match="in a Closed, which cannot be sliced"):
         sliced({"c": Closed()}, 3, [0])
+
+
+def test_where_every_sample_fails_none_is_blamed() -> None:
+    step = step_of(torch.randn(4, 2))
+    nn.init.constant_(step.model.weight, float("nan"))  # type: ignore[arg-type]
+    found = smallest_failing_batch(step)
+    assert (found.alone, found.tried) == ((0, 1, 2, 3), 4)
+    assert str(found).startswith("Each of the 4 samples fails by itself: the reason is in no one of them alone.")
+
+
+def test_of_a_large_batch_some_more_samples_are_tried_alone() -> None:
+    step = step_of(torch.randn(40, 2))
+    nn.init.constant_(step.model.weight, float("nan"))  # type: ignore[arg-type]
+    found = smallest_failing_batch(step)
+    assert found.tried == len(found.alone) == 8
+    assert str(found).startswith("Each of the 8 samples that were tried fails by itself")
+
+
+def test_one_sample_among_sound_ones_is_still_blamed() -> None:
+    x = torch.randn(8, 2)
+    x[0] = 500.0
+    found = smallest_failing_batch(step_of(x))
+    assert (found.indices, found.alone, found.tried) == ((0,), (0,), 2)
+    assert "1 fails by itself (sample 0)" in str(found)
