@@ -95,6 +95,7 @@ def trace(
         path=path,
         capture=capture,
         scaler=scaler,
+        batch=batch,
         depth=depth,
         on_nonfinite=on_nonfinite,
         keep_steps=keep_steps,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 _ON_NONFINITE = ("warn", "raise", "ignore")
+#: Not everything that can be called: batches of a graph library can.
+_NO_BATCH: tuple[type, ...] = (
+    *(bool, int, float, type, Iterator, functools.partial, torch.nn.Module, torch.utils.data.DataLoader),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
 _STATS = ("auto", "range", "full", "none")
 
 
@@ -18,6 +25,7 @@ def refuse_wrong_options(
     path: object = None,
     capture: object = None,
     scaler: object = None,
+    batch: object = None,
     depth: object = None,
     on_nonfinite: object = "warn",
     keep_steps: object = None,
@@ -37,6 +45,7 @@ def refuse_wrong_options(
     _refuse_no_path("capture", capture, "a file name, or None to capture no step")
     if scaler is not None and not _has(scaler, "is_enabled", "step", "update"):
         raise TypeError(f"scaler is {_shown(scaler)}: pass a torch.amp.GradScaler, or None")
+    _refuse_no_batch(batch)
     if depth is not None and not (_is_integer(depth) and depth >= 0):  # type: ignore[operator]
         raise ValueError(
             f"depth is {_shown(depth)}: pass 0 for the model alone, a larger integer, or None for all modules"
@@ -87,6 +96,25 @@ def patterns_in(name: str, patterns: Any) -> list[str] | None:
             f"{name} is {_shown(patterns)}, which selects nothing: pass at least one glob, or leave it out"
         )
     return several
+
+
+def _refuse_no_batch(batch: object) -> None:
+    """A size, a function, what batches come from. Texts and objects pass: a capture keeps them, a replay opens them."""
+    if isinstance(batch, _NO_BATCH):
+        raise TypeError(
+            f"batch is {_shown(batch)}, which is no batch: pass what the step reads, a tensor or a list, tuple or "
+            "dict of them, or None"
+        )
+
+
+def refuse_ops_without_tensors(ops: object, stats: object) -> None:
+    """Single ops are recorded only where tensors are read.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if ops is not None and stats == "none":
+        raise ValueError("stats is 'none', which reads no tensor, with ops, which do: leave one of the two out")
 
 
 def _refuse_no_path(name: str, path: object, wanted: str) -> None:

@@ -24,7 +24,7 @@ from nantrace.capture.finished import FinishedSteps, Writer
 from nantrace.capture.ledger.open_step import OpenStep
 from nantrace.capture.listening import Listening
 from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
-from nantrace.capture.options import optimizers_in, patterns_in, refuse_wrong_options
+from nantrace.capture.options import optimizers_in, patterns_in, refuse_ops_without_tensors, refuse_wrong_options
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.raised import raised
 from nantrace.capture.running import running, watch_forks
@@ -110,6 +110,7 @@ class Tracer:
             model,
             path=path,
             scaler=scaler,
+            batch=batch,
             depth=depth,
             on_nonfinite=on_nonfinite,
             keep_steps=keep_steps,
@@ -117,6 +118,7 @@ class Tracer:
             overwrite=overwrite,
             stats=stats,
         )
+        refuse_ops_without_tensors(ops, stats)
         if ops is not None and every > 1:
             raise ValueError(f"every is {every} with ops, which are recorded in all steps: leave one of the two out")
         patterns = patterns_in("modules", modules)

@@ -51,6 +51,16 @@ def _model() -> nn.Module:
         ({"keep_steps": 1.5}, ValueError, "keep_steps is 1.5: pass a positive integer"),
         ({"keep_steps": True}, ValueError, "keep_steps is True: pass a positive integer"),
         ({"depth": 1.5}, ValueError, "depth is 1.5: pass 0 for the model alone, a larger integer, or None"),
+        (
+            {"batch": open},
+            TypeError,
+            "batch is a builtin_function_or_method, which is no batch: pass what the step",
+        ),
+        ({"batch": 32}, TypeError, "batch is 32, which is no batch: pass"),
+        ({"batch": (x for x in ())}, TypeError, "batch is a generator, which is no batch: pass"),
+        ({"batch": nn.Linear(2, 2)}, TypeError, "batch is a Linear, which is no batch: pass"),
+        ({"batch": torch.utils.data.DataLoader([1])}, TypeError, "batch is a DataLoader, which is no batch: pass"),
+        ({"stats": "none", "ops": True}, ValueError, "stats is 'none', which reads no tensor, with ops, which do:"),
         ({"overwrite": "no"}, TypeError, "overwrite is 'no': pass True"),
     ],
 )
