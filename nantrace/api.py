@@ -301,7 +301,7 @@ def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | st
     return LiveOps(model, batch, optimizer, None if ops is True else patterns_in("ops", ops))
 
 
-def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool]]:
+def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool, bool]]:
     """What a tracer asks of a step that holds nonfinite values.
 
     A step is judged by its own rows, with the ledger of those directly before it that were skipped or left out
@@ -315,7 +315,7 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
 
     before: list[Mapping[str, Any]] = []
 
-    def judge(trace: Trace) -> tuple[str | None, bool]:
+    def judge(trace: Trace) -> tuple[str | None, bool, bool]:
         now = trace.steps[-1]
         before[:] = [row for row in before if row["step"] < now["step"]]
         if before and before[-1]["step"] != now["step"] - 1:
@@ -325,9 +325,9 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
         stuck = now if is_stuck(now) else as_given_up(trace)
         before[:] = [] if stuck is None else [*before[-_TURNS:], stuck]
         if verdict.status != "fault":
-            return None, False
+            return None, False, verdict.status == "contained"
         file = None if path is None else own_path(path, trace.meta.get("rank"))
-        return sentence(verdict, file, since=next(iter(standstill(steps)), None)), True
+        return sentence(verdict, file, since=next(iter(standstill(steps)), None)), True, False
 
     return judge
 

@@ -236,8 +236,9 @@ class Trace:
             when asked (`nantrace.steps.Steps`).
             Of each step: "step", "first_seq", "events", "seconds", the updates "attempted", "committed" and "skipped";
             unless only its numbers were kept, "unobserved" and "backwards"; of a step without a backward "cleared"
-            (True when an optimizer of the model cleared its gradients in it); of others "uncleared" (True when the
-            first backward found gradients in `.grad` that nothing had cleared in that step).
+            (True when an optimizer of the model cleared its gradients in it) and "left_out" (how often that happened
+            after a forward in it, as a check in the loop does that leaves a backward out); of others "uncleared"
+            (True when the first backward found gradients in `.grad` that nothing had cleared in that step).
             Loss and rates: "loss", "losses" (by name), "lr", "schedulers".
             Loss scale: "scale_before", "scale_after", "skipped_by" (parameters whose gradients made the scaler skip).
             Updates so far: "attempted_total", "committed_total", "skipped_total", "totals_from", "optimizers" (each, if
@@ -249,8 +250,8 @@ class Trace:
             Batch and decisions: "batch_id", "batch_check" (what was odd in the batch of a step that failed),
             "decisions" and "checkpoint" (both by `tracer.note`), "notes" (on what could not be recorded).
             "conduct": what was called around autocast and scaler, facts for `nantrace.diagnosis.recipe`.
-            What was kept: "nonfinite" (events with a NaN or an infinity), "not_kept" (events that were dropped),
-            "detailed" (False: the ledger alone).
+            What was kept: "nonfinite" (events with a NaN or an infinity), "contained" (True where these did no harm),
+            "not_kept" (events that were dropped), "detailed" (False: the ledger alone).
         meta: what holds for the whole trace: versions, device, options, notes on coverage.
         lineage: the flow of nonfinite values, when ops were recorded.
         complete: False when the writer did not close the file.

@@ -174,7 +174,8 @@ class FinishedSteps:
         """Whether more than numbers is kept of a step without rows; a decision of the user's always is."""
         if step.get("decisions"):
             return True
-        if self._notable < _NOTABLE and (bad or step.get("skipped") or is_nonfinite(step)):
+        said = any(step.get(key) for key in ("skipped", "cleared", "left_out", "contained"))
+        if self._notable < _NOTABLE and (bad or said or is_nonfinite(step)):
             self._notable += 1
             return True
         return False

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class Judgement(NamedTuple):
-    """What somebody with an opinion says of a step: a sentence or None, and whether the step is at fault."""
+    """What somebody with an opinion says of a step: a sentence or None, whether it is at fault, or contained harm."""
 
     sentence: str | None
     fault: bool
+    contained: bool = False
 
 
 class StepObserver(Protocol):

@@ -82,6 +82,7 @@ class StepRecorder(StepListener):
         self._given = list(optimizers)
         # Since the last step ended: an optimizer of the model cleared its gradients; a backward began beside old ones.
         self._cleared = self._uncleared = False
+        self._called = False  # from outside, since gradients were last cleared
         self._found: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batch = batch
         self._scaled = scaled
@@ -141,6 +142,7 @@ class StepRecorder(StepListener):
     def _call_from_outside(self) -> None:
         if threading.get_ident() == self._thread:  # no other thread begins or ends a step
             self._rows.spill_if_long(self.reached())
+            self._called = True
 
     def so_far(self) -> tuple[npt.NDArray[np.void], dict[str, Any]]:
         """The rows of the open step and its row of the ledger, as if it ended here. Waits for the device."""
@@ -165,11 +167,13 @@ class StepRecorder(StepListener):
             rows = self._rows.of(step)
             missed = self.gradients.never_came() if step.backwards else []
             cleared, uncleared = self._cleared and not step.backwards, self._uncleared
-            self._cleared = self._uncleared = False
+            left_out = step.left_out + (1 if step.left_out and self._called else 0)  # nothing cleared after the last
+            self._cleared = self._uncleared = self._called = False
             self._check_batch(step, rows)
             ledger = {
                 **step.row(len(rows), len(missed), self._notes(missed)),
                 **({"cleared": True} if cleared else {}),
+                **({"left_out": left_out} if left_out and not step.backwards else {}),
                 **({"uncleared": True} if uncleared else {}),
                 **self.books.row(step, ended=True),
             }
@@ -233,6 +237,9 @@ class StepRecorder(StepListener):
     def gradients_cleared(self, optimizer: torch.optim.Optimizer) -> None:
         if self._concerned(optimizer):
             self._cleared = True
+            if self.step is not None and not self.step.closing and self._called:
+                self.step.left_out += 1  # a forward of which nothing was differentiated, if no backward follows
+            self._called = False
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._concerned(optimizer):

@@ -100,7 +100,7 @@ class Tracer:
         every: int = 1,
         overwrite: bool = False,
         stats: Literal["auto", "range", "full", "none"] = "auto",
-        judge: Callable[[Trace], tuple[str | None, bool]] | None = None,
+        judge: Callable[[Trace], tuple[str | None, bool, bool]] | None = None,
         departures: Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]] | None = None,
         observers: Sequence[StepObserver] = (),
         ops: OpRecorder | None = None,
@@ -366,6 +366,8 @@ class Tracer:
             for observer in self._observers:
                 observer.step_ended(trace, judgement)
         fault = judgement is not None and judgement.fault
+        if judgement is not None and judgement.contained:
+            ledger["contained"] = True
         self._finished.add(rows, ledger, self._buffer.sites, fault, departs)
         if judgement is not None and fault:
             self._telling.fault(judgement.sentence, ledger["step"])
@@ -383,8 +385,7 @@ class Tracer:
 
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
-        told = (self._stats == "none" or ledger.get("detailed") is False) and is_nonfinite(ledger)
-        if not told and not nonfinite_rows(rows).any():
+        if not is_nonfinite(ledger) and not nonfinite_rows(rows).any():
             return None
         if self._peeked is not None and self._peeked[0] == len(rows):
             return self._peeked[1]

@@ -106,14 +106,22 @@ def is_bad_unscaled(roots: Roots, hit: Hit) -> bool:
 def _guarded(lineage: Lineage, roots: Roots, sink: Sink, found: frozenset[int]) -> Sink:
     """The sink, excused if the step itself looked at what reached it and gave the round up.
 
-    Reading the raw value is what logging does too: it counts only if another iteration of the step did update.
+    What came of a parameter or a buffer that was nonfinite before is not: the next round reads it again. Reading the
+    raw value is what logging does too: it counts only if another iteration of the step did update.
     """
+    if any(_is_kept(roots.event(id)) and _counts(roots, roots.event(id), sink) for id in found):
+        return sink
     for ids, raw in sink.guards:
         if raw and not lineage.step_times:
             continue
         if sink.excuse is None and any(roots.of(id, kind) & found for id in ids for kind in ("nan", "inf")):
             return replace(sink, excuse="guard")
     return sink
+
+
+def _is_kept(event: OpEvent) -> bool:
+    """Damage that lies in what training keeps, whatever becomes of one round."""
+    return event.kind == "external" and event.category in ("param", "buffer")
 
 
 def _was_so_before(roots: Roots, sink: Sink, found: frozenset[int]) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from nantrace.diagnosis.by_ledger import by_ledger, is_ledger_alone, with_unsampled
-from nantrace.diagnosis.modules.by_module import by_module
+from nantrace.diagnosis.modules.by_module import by_module, left_out_fault
+from nantrace.diagnosis.modules.seen import Seen
 from nantrace.diagnosis.ranks import with_other_ranks
 from nantrace.diagnosis.unseen import limited
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.events import Role, Trace
+from nantrace.events import Role, Trace, nonfinite_rows
 from nantrace.lineage import Lineage
 
 
@@ -60,8 +61,22 @@ def _by_what_it_holds(trace: Trace) -> Verdict:
         from nantrace.diagnosis.blame import blame
 
         lineage = _counted(trace, trace.lineage)
-        return _in_steps(blame(lineage).verdict) if lineage.round == "step" else blame(lineage).verdict
+        verdict = _in_steps(blame(lineage).verdict) if lineage.round == "step" else blame(lineage).verdict
+        return _with_left_out(verdict, trace)
     return by_ledger(trace) if is_ledger_alone(trace) else with_unsampled(by_module(trace), trace)
+
+
+def _with_left_out(verdict: Verdict, trace: Trace) -> Verdict:
+    """A verdict by ops, which see no harm in a step that the loop threw away, with what the modules show of such."""
+    if verdict.status not in ("clean", "expected", "contained") or not nonfinite_rows(trace.events).any():
+        return verdict
+    found = left_out_fault(Seen.of(trace))
+    if found is None or found.origin is None:
+        return verdict
+    origin = verdict.origin
+    if verdict.status != "contained" or found.stage == "state" or not origin or origin.module != found.origin.module:
+        return found
+    return dataclasses.replace(verdict, status="fault", evidence=(*verdict.evidence, *found.evidence[1:2]))
 
 
 def _in_steps(verdict: Verdict) -> Verdict:

@@ -1,7 +1,8 @@
-"""Training that stands still: a gradient scaler skips update after update over a loss that no scale makes finite.
+"""Training that stands still: step after step is left out over values that no later step makes finite.
 
-Reads the ledger alone. One skipped step is what a scaler is for; lowering the scale is all it does about it, which
-changes nothing where the loss was nonfinite before it was scaled.
+Either a gradient scaler skips update after update over a loss that no scale makes finite, or a check in the loop
+leaves out step after step. Reads the ledger alone. One such step is what a scaler or a check is for; but lowering the
+scale, or going on to the next batch, changes nothing where every step fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nantrace.steps import is_nonfinite
+
+#: Times in a row that a step is left out before training stands still.
+FEWEST = 2
 
 
 def standstill(ledger: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -25,7 +29,7 @@ def standstill(ledger: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
             break
         row.append(entry)
     skips = Counter(name for entry in row for name in entry.get("skipped_by", ("",)))
-    again = any(count > 1 for count in skips.values())
+    again = any(count >= FEWEST for count in skips.values())
     return tuple(int(entry["step"]) for entry in reversed(row)) if again else ()
 
 
@@ -35,9 +39,42 @@ def is_stuck(entry: Mapping[str, Any]) -> bool:
     return bool(bad and entry.get("skipped") and not entry.get("committed") and "step" in entry)
 
 
+def is_left_out(entry: Mapping[str, Any]) -> bool:
+    """Whether a step had neither a backward nor an update. Of a step that left only its numbers it is not known."""
+    return entry.get("backwards") == 0 and not entry.get("attempted")
+
+
+def is_given_up(entry: Mapping[str, Any]) -> bool:
+    """Whether a step was left out, and something in it is known to have been nonfinite."""
+    return is_left_out(entry) and "step" in entry and (is_nonfinite(entry.get("loss")) or bool(entry.get("nonfinite")))
+
+
+def given_up(ledger: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """The last steps, as far back as each was left out with something nonfinite in it."""
+    row: list[Mapping[str, Any]] = []
+    for entry in reversed(ledger):
+        if not is_given_up(entry):
+            break
+        row.append(entry)
+    return tuple(reversed(row))
+
+
+def rounds(entries: Sequence[Mapping[str, Any]]) -> int:
+    """How often a step was begun and left out in these: a step that nothing ends holds several such rounds."""
+    return sum(max(1, int(entry.get("left_out") or 0)) for entry in entries)
+
+
 def stands_still(steps: Sequence[int]) -> str:
-    """The sentence that says so."""
+    """The sentence that says so of a scaler."""
     return (
         f"In steps {steps[0]} to {steps[-1]} the loss was nonfinite before it was scaled, and GradScaler skipped every "
         "update: training stands still, and lowering the scale cannot change that."
+    )
+
+
+def left_out_for_ever(steps: Sequence[int], times: int, trained: bool) -> str:
+    """The sentence that says so of a check in the loop; `trained`: they are known to be steps of training."""
+    where = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return f"In {where} the forward failed {times} times in a row, and no backward and no update followed: " + (
+        "every step is left out, and training stands still." if trained else "if it was to train, it stands still."
     )

@@ -47,6 +47,7 @@ class OpenStep:
         losses: named parts of the loss.
         schedulers: by id, the name, position and calls of each that stepped.
         decisions: what the user put on record.
+        left_out: how often gradients were cleared after a forward in it.
         closing: its last update has happened; the next forward or backward belongs to the next step.
     """
 
@@ -73,6 +74,7 @@ class OpenStep:
     weights: WeightSample | None = None
     batch_check: list[Mapping[str, Any]] = field(default_factory=list)
     backwards: int = 0
+    left_out: int = 0
     updated: bool = False
     gradients_seen: bool = False
     closing: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nantrace.diagnosis.modules import suspects
 from nantrace.diagnosis.modules.births import is_external
 from nantrace.diagnosis.modules.parents import enclosing
-from nantrace.diagnosis.modules.reason import seen_finite
+from nantrace.diagnosis.modules.reason import last_sound_step, seen_finite
 from nantrace.diagnosis.modules.seen import Call, Seen
 from nantrace.diagnosis.modules.words import index, named
 from nantrace.diagnosis.verdict import Stage
@@ -55,11 +55,12 @@ def advice_for_state(seen: Seen, row: int) -> tuple[str, ...]:
         place = index(seen.stats(row))
         sample = f", sample {place[0]} first" if place else ""
         return (f"Look where {name} is made{sample}: divisions, logs and missing values in the dataset.",)
-    finite = seen_finite(seen, row)
-    if finite is not None:
+    finite, sound = seen_finite(seen, row), last_sound_step(seen, row)
+    if finite is not None or sound is not None:
+        since = f", finite {finite}," if finite is not None else f" after step {sound}, whose loss was finite, and"
         return (
-            f"Look at what wrote {name}, finite {finite}, before step {int(seen.step[row])} used it: an average of "
-            "weights (EMA, a teacher), a copy or a load.",
+            f"Look at what wrote {name}{since} before step {int(seen.step[row])} used it: an average of weights "
+            "(EMA, a teacher), a copy or a load.",
             f"Print whether {name} is finite after each line of the loop that writes it.",
         )
     if role == Role.PARAM:

@@ -27,6 +27,7 @@ from nantrace.diagnosis.modules.births import (
     overflowed,
     put_in,
 )
+from nantrace.diagnosis.modules.given_up import bad_outputs, differentiated, given_up, tells
 from nantrace.diagnosis.modules.parents import enclosing, is_used, parents
 from nantrace.diagnosis.modules.reason import cause as cause_of
 from nantrace.diagnosis.modules.seen import Seen
@@ -56,25 +57,65 @@ def by_module(trace: Trace) -> Verdict:
     if not seen.bad.any():
         silent = growth.zeroed_gradients(seen)
         return silent if silent is not None else Verdict("clean", evidence=evidence.clean(seen))
-    blame = _first_fault(seen) or _contained(seen)
+    blame = _first_fault(seen) or _kept_damage(seen) or _given_up(seen) or _contained(seen)
     if blame is None:
         return _absorbed_state(seen) or _unread_state(seen) or Verdict("expected", evidence=evidence.expected(seen))
     return _verdict(seen, blame)
+
+
+def left_out_fault(seen: Seen) -> Verdict | None:
+    """The fault that steps without a backward show, whatever the loop made of them."""
+    blame = _kept_damage(seen) or _given_up(seen)
+    return None if blame is None else _verdict(seen, blame)
 
 
 def _first_fault(seen: Seen) -> Blame | None:
     """The first sink in time that holds damage which nothing excuses, and where its values came from."""
     for step in distinct(seen.step[seen.bad]):
         for sink in _sinks(seen, int(step)):
-            if _excused(seen, sink):
+            excused = _excused(seen, sink)
+            if excused and seen.role[sink] != Role.LOSS:
                 continue
             roots = _roots(seen, sink)
+            if excused and not any(_is_kept(seen, root) for root in roots):
+                continue
             real = [root for root in roots if is_real(seen, root)]
             if real and not _is_own_content(seen, sink, real):
                 return _fault(seen, sink, real)
             if not real and int(seen.role[sink]) in (Role.LOSS, Role.GRAD):
                 return _fault(seen, sink, [_escape(seen, sink, roots)])
     return None
+
+
+def _kept_damage(seen: Seen) -> Blame | None:
+    """State that was nonfinite before a step, and what the model put out of it in a step that had no backward.
+
+    A check in the loop may throw such a step away; what training keeps stays as it is.
+    """
+    for step in distinct(seen.step[seen.bad]):
+        if differentiated(seen, int(step)):
+            continue
+        for sink in bad_outputs(seen, int(step)):
+            kept = [root for root in _roots(seen, sink) if _is_kept(seen, root)]
+            if kept and tells(seen):
+                over = given_up(seen)
+                return _fault(seen, sink, kept, over.said if over is not None and over.stands_still else None)
+    return None
+
+
+def _is_kept(seen: Seen, root: Root) -> bool:
+    """Whether a root is damage that lies in a parameter or a buffer."""
+    state = seen.role[root[0]] in (Role.PARAM, Role.BUFFER)
+    return state and is_external(seen, root[0]) and is_real(seen, root)
+
+
+def _given_up(seen: Seen) -> Blame | None:
+    """Every step at the end of the trace failed and was left out: nothing is learnt."""
+    over = given_up(seen)
+    if over is None or not over.stands_still or over.sink is None:
+        return None
+    roots = [root for root in _roots(seen, over.sink) if is_real(seen, root)]
+    return _fault(seen, over.sink, roots, over.said) if roots else None
 
 
 def _sinks(seen: Seen, step: int) -> list[int]:
@@ -160,7 +201,8 @@ def _bad_rows(seen: Seen, last: int) -> list[int]:
     return [int(row) for row in first + np.flatnonzero(seen.bad[first : last + 1])]
 
 
-def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
+def _fault(seen: Seen, sink: int, roots: Sequence[Root], over: str | None = None) -> Blame:
+    """`over`: why it is a fault although the step was left out."""
     external = [root for root in roots if is_external(seen, root[0])]
     root = (external or [root for root in roots if not died(seen, root[0])] or list(roots))[0]
     stage = _stage(seen, root[0])
@@ -175,6 +217,7 @@ def _fault(seen: Seen, sink: int, roots: Sequence[Root]) -> Blame:
         stage = "update" if why else stage
     if why is None and int(seen.step[sink]) in seen.standstill:
         why = stands_still(seen.standstill)
+    why = over if why is None else why
     return Blame("fault", root, sink, stage, tuple(r for r in roots if r != root), why)
 
 
@@ -222,9 +265,15 @@ def _absorbed_state(seen: Seen) -> Verdict | None:
         if is_external(seen, int(row)) and _is_read(seen, int(row)):
             origin = _origin(seen, (int(row), NAN if seen.nan[row] else INF))
             cause = cause_of(seen, int(row), "state")
-            said = evidence.absorbed(seen, int(row))
+            said = evidence.absorbed(seen, int(row), _is_passed_on(seen, int(row)))
             return Verdict("contained", "state", cause, origin, said, advice_for_state(seen, int(row)))
     return None
+
+
+def _is_passed_on(seen: Seen, row: int) -> bool:
+    """Whether an output of its step holds what came of it."""
+    found = births(seen, _bad_rows(seen, seen.bounds(int(seen.step[row]))[1] - 1))
+    return any(other != row and (row, kind) in some for (other, _), some in found.items() for kind in (NAN, INF))
 
 
 def _unread_state(seen: Seen) -> Verdict | None:

@@ -123,7 +123,8 @@ def _fate(seen: Seen, status: Status, row: int, sink: int | None) -> str:
 def _unused(seen: Seen, status: Status, sink: int | None) -> str:
     if status != "fault" or sink is None or seen.role[sink] != Role.OUTPUT:
         return ""
-    return "No backward and no update were seen: whether anything used that output is not known."
+    of = f" of step {int(seen.step[sink])}" if seen.has_backward else ""
+    return f"No backward and no update{of} were seen: whether anything used that output is not known."
 
 
 def _skip(seen: Seen, row: int, step: int) -> str:
@@ -232,8 +233,15 @@ def unread(seen: Seen, row: int) -> tuple[str, ...]:
     )
 
 
-def absorbed(seen: Seen, row: int) -> tuple[str, ...]:
+def absorbed(seen: Seen, row: int, passed_on: bool) -> tuple[str, ...]:
+    """`passed_on`: a tensor that was seen later holds what came of it."""
     held = counts(seen.stats(row))
+    if passed_on:
+        harm = reached(seen, row, int(seen.step[row])) or "another tensor of the step"
+        return (
+            f"{seen.name(row)} was nonfinite before the step: {held}.",
+            f"It reached {harm}; what was made of that, and is kept, is finite or was excused.",
+        )
     return (
         f"{seen.name(row)} was nonfinite before the step: {held}.",
         "No output, gradient or update shows it: what reads it turned it into finite values (dividing by inf gives 0).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nantrace.diagnosis import growth
@@ -13,7 +14,7 @@ from nantrace.diagnosis.modules.seen import LARGEST, Call, Seen
 from nantrace.diagnosis.modules.words import counts, named
 from nantrace.diagnosis.verdict import Stage
 from nantrace.events import Phase, Role
-from nantrace.steps import is_nonfinite, rates
+from nantrace.steps import figures, is_nonfinite, rates
 
 BAD_STATE = {Role.PARAM: "bad_param", Role.BUFFER: "bad_buffer", Role.STATE: "bad_moment"}
 
@@ -44,6 +45,9 @@ def what_happened(seen: Seen, row: int, cause: str | None) -> str:
     if is_external(seen, row):
         finite = seen_finite(seen, row)
         since = "" if finite is None else f" It was finite {finite}: something wrote it since."
+        sound = None if finite is not None else last_sound_step(seen, row)
+        if sound is not None:
+            since = f" The loss of step {sound} was still finite: something wrote it since."
         return f"{seen.name(row)} was nonfinite before the step used it: {counts(seen.stats(row))}.{since}"
     return _reason(seen, row, cause)
 
@@ -55,6 +59,24 @@ def seen_finite(seen: Seen, row: int) -> str | None:
         return None
     step = int(seen.step[before])
     return f"when step {step} ended" if seen.phase[before] == Phase.UPDATE else f"when step {step} began"
+
+
+def last_sound_step(seen: Seen, row: int) -> int | None:
+    """The last step whose rows were not kept and whose loss was finite, before a parameter was first seen nonfinite.
+
+    A loss that reads the parameter cannot have been finite then. None if the step of `row` is not the first with rows,
+    or if nothing came of the parameter there either.
+    """
+    step = int(seen.step[row])
+    read = is_nonfinite(seen.ledger.get(step, {}).get("loss"))
+    if seen.role[row] != Role.PARAM or step != int(seen.step[0]) or not read:
+        return None
+    sound = [
+        int(number or 0)
+        for number, loss in figures(seen.trace.steps, "loss")
+        if number is not None and number < step and isinstance(loss, float) and math.isfinite(loss)
+    ]
+    return sound[-1] if sound else None
 
 
 def _reason(seen: Seen, row: int, cause: str | None) -> str:
