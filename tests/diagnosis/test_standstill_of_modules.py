@@ -52,7 +52,7 @@ def test_an_overflow_of_the_scale_stays_contained() -> None:
 
 
 def test_a_running_trace_warns_at_the_second_stuck_step_and_not_before() -> None:
-    with pytest.warns(nantrace.NantraceWarning, match="step 1: first nonfinite tensor: loss"):
+    with pytest.warns(nantrace.NantraceWarning, match=r"step 1: .*first nonfinite tensor: loss"):
         loop([True, True])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -63,7 +63,7 @@ def test_a_running_trace_warns_at_the_second_stuck_step_and_not_before() -> None
     ("options", "origin", "warned"),
     (
         ({"stats": "none"}, 1, "The loss of step 1 was nan"),
-        ({"every": 5}, 2, "step 2: first nonfinite tensor: loss"),  # the step after a bad one is recorded in detail
+        ({"every": 5}, 2, r"step 2: .*first nonfinite tensor: loss"),  # the step after a bad one is recorded in detail
     ),
 )
 def test_a_ledger_without_tensors_stands_still_as_well(options: dict[str, Any], origin: int, warned: str) -> None:
