@@ -150,7 +150,9 @@ def test_a_folder_that_cannot_be_written_costs_neither_verdict_nor_samples(scrip
 def test_anomaly_mode_samples_and_reproducer_each_have_their_say(script: Path) -> None:
     done = run("train.py:root", "--anomaly", "--samples", "--reproducer", "out")
     assert "FAULT in backward" in done.stdout and done.exit_code == 0
-    places = [done.stdout.index(each) for each in ("detect_anomaly stopped at", "Each of the 4 samples fails", "Wrote out")]
+    places = [
+        done.stdout.index(each) for each in ("detect_anomaly stopped at", "Each of the 4 samples fails", "Wrote out")
+    ]
     assert places == sorted(places) and "verified in a fresh process" in done.stdout
     assert last(done) == "Next: python out/reproduce.py"
 
