@@ -160,9 +160,11 @@ class Books:
 
     def _weights_row(self, step: OpenStep) -> dict[str, Any]:
         """Of a sampled step the norm of each gradient and the relative size of its update, in one fixed order."""
+        if step.weights is None:
+            return {}
         whole = {name: norm for found in step.norms.values() for name, norm in _by_name(found)}
-        relative = None if step.weights is None else step.weights.relative(whole)
-        if step.weights is None or relative is None:
+        relative = step.weights.relative(whole)
+        if relative is None:
             return {}
         # Of a parameter that no optimizer took only the gradient of the sample is known.
         norms = {**step.weights.slopes(), **dict(_unscaled(step))}
