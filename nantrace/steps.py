@@ -246,7 +246,7 @@ def _candidates(steps: Iterable[Step], numbers: frozenset[int]) -> Iterable[Step
     if not isinstance(steps, Steps):
         return steps
     places = np.flatnonzero(np.isin(steps.rows["step"], np.array(sorted(numbers), np.int64)))
-    return (steps[place] for place in places.tolist())
+    return _at(steps, places.tolist())
 
 
 def _one_of(value: Any) -> Any:
