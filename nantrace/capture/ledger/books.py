@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nantrace.capture.ledger.norms import Norms, norms_of, total
+from nantrace.capture.ledger.norms import norms_of, total
 from nantrace.capture.ledger.open_step import Clip, OpenStep, detached, number
 from nantrace.capture.ledger.updates import Registry, Updates
 from nantrace.capture.ledger.weights import WeightSample, is_sampled
@@ -162,7 +162,7 @@ class Books:
         """Of a sampled step the norm of each gradient and the relative size of its update, in one fixed order."""
         if step.weights is None:
             return {}
-        whole = {name: norm for found in step.norms.values() for name, norm in _by_name(found)}
+        whole = {name: norm for found in step.norms.values() for name, norm in found.by_name()}
         relative = step.weights.relative(whole)
         if relative is None:
             return {}
@@ -242,11 +242,7 @@ def _clip_row(step: OpenStep, norm: float) -> dict[str, Any]:
 def _unscaled(step: OpenStep) -> Iterator[tuple[str, float]]:
     for key, norms in step.norms.items():
         divisor = _divisor(step, key)
-        yield from ((name, norm / divisor) for name, norm in _by_name(norms))
-
-
-def _by_name(norms: Norms) -> Iterator[tuple[str, float]]:
-    return zip(norms.names, norms.values.tolist(), strict=True)
+        yield from ((name, norm / divisor) for name, norm in norms.by_name())
 
 
 def _divisor(step: OpenStep, key: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,10 @@ class Norms:
         for places, norms in self.parts:
             found[list(places)] = norms.double().cpu().numpy()
         return found
+
+    def by_name(self) -> Iterator[tuple[str, float]]:
+        """Each name with its norm. Waits for the device."""
+        return zip(self.names, self.values.tolist(), strict=True)
 
 
 def norms_of(named: Sequence[tuple[str, torch.Tensor]], order: int = 2) -> Norms:

@@ -60,7 +60,7 @@ class WeightSample:
 
     def slopes(self) -> dict[str, float]:
         """Norms of the gradients of the samples, of those that have one. Waits for the device."""
-        return dict(zip(self._slopes.names, self._slopes.values.tolist(), strict=True))
+        return dict(self._slopes.by_name())
 
     def sizes(self) -> npt.NDArray[np.float64]:
         """Norms of the samples. Waits for the device."""
@@ -81,7 +81,7 @@ class WeightSample:
         """
         if self._moved is None:
             return None
-        sums, sizes = dict(zip(self._sums.names, self._sums.values.tolist(), strict=True)), self._sizes.values
+        sums, sizes = dict(self._sums.by_name()), self._sizes.values
         stands = [self._stands(place, sums.get(name), whole.get(name)) for place, name in enumerate(self.names)]
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where((sizes > 0) & np.array(stands, dtype=bool), self._moved.values / sizes, np.nan)
