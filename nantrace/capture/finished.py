@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.capture.sample import is_nonfinite
+from nantrace.capture.sample import shows_nonfinite
 from nantrace.events import EVENT, Raised, Site, nonfinite_rows
 from nantrace.lineage import Lineage
 from nantrace.steps import STEP, packed, steps_from
@@ -175,7 +175,7 @@ class FinishedSteps:
         if step.get("decisions"):
             return True
         said = any(step.get(key) for key in ("skipped", "cleared", "left_out", "contained"))
-        if self._notable < _NOTABLE and (bad or said or is_nonfinite(step)):
+        if self._notable < _NOTABLE and (bad or said or shows_nonfinite(step)):
             self._notable += 1
             return True
         return False

@@ -5,9 +5,10 @@ Knows the ledger's words, no tensor and no hook.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from nantrace.steps import is_nonfinite
 
 #: Numbers of the ledger that a nonfinite value shows in.
 TOLD = ("loss", "gradient_norm")
@@ -37,13 +38,12 @@ class Sample:
         if step.get("detailed") is not False:
             return
         number = step["step"]
-        for kind, wrong in (("nonfinite", is_nonfinite(step)), ("skipped", bool(step.get("skipped")))):
+        for kind, wrong in (("nonfinite", shows_nonfinite(step)), ("skipped", bool(step.get("skipped")))):
             if wrong and number - self._last.get(kind, -self.every) >= self.every:
                 self._last[kind] = number
                 self._beside = number + 1
 
 
-def is_nonfinite(step: Mapping[str, Any]) -> bool:
+def shows_nonfinite(step: Mapping[str, Any]) -> bool:
     """Whether the ledger alone shows a nonfinite value."""
-    values = (step.get(name) for name in TOLD)
-    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+    return any(is_nonfinite(step.get(name)) for name in TOLD)

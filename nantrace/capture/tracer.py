@@ -28,7 +28,7 @@ from nantrace.capture.options import optimizers_in, patterns_in, refuse_ops_with
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.raised import raised
 from nantrace.capture.running import running, watch_forks
-from nantrace.capture.sample import Sample, is_nonfinite
+from nantrace.capture.sample import Sample, shows_nonfinite
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
@@ -385,7 +385,7 @@ class Tracer:
 
     def _judged(self, rows: npt.NDArray[np.void], ledger: dict[str, Any]) -> Judgement | None:
         """None where nothing is nonfinite. Without a judge whatever is nonfinite is a fault."""
-        if not is_nonfinite(ledger) and not nonfinite_rows(rows).any():
+        if not shows_nonfinite(ledger) and not nonfinite_rows(rows).any():
             return None
         if self._peeked is not None and self._peeked[0] == len(rows):
             return self._peeked[1]
