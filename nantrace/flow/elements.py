@@ -79,7 +79,7 @@ def shares(call: Call, plane: Tensor, found: Masks, written_by: WrittenBy) -> li
             sources.append((nan, id, reached))
         if way is None or len(sources) > _MOST_SOURCES or look.masks is None:
             return None
-    if len(sources) == 1 and not (found.bad & ~sources[0][2]).any():
+    if all(not (found.bad & ~reached).any() for _, _, reached in sources):
         return None  # one explanation of all of it, as most often
     code = torch.zeros(plane.shape, dtype=torch.int32, device=plane.device)
     for bit, (_, _, reached) in enumerate(sources):
