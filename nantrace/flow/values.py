@@ -7,6 +7,7 @@ listens (inside a mode's own handler, or under `torch._C._DisableTorchDispatch`)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -182,7 +183,7 @@ class Masks:
     posinf: int
     neginf: int
 
-    @property
+    @functools.cached_property
     def bad(self) -> Tensor:
         return self.nan_mask | self.inf_mask
 
