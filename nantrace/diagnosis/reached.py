@@ -45,7 +45,7 @@ def reached(seen: Seen, row: int, step: int) -> str:
     """ "the output of the model, the loss, 6 of 8 gradients": what holds nonfinite values from `row` on."""
     steps = iteration_of(seen, step)
     parts = []
-    outermost = [call for call in seen.calls(step).values() if call.parent is None and not call.foreign]
+    outermost = [call for call in seen.outermost(step) if not call.foreign]
     output = next((call for call in outermost if any(r >= row and seen.bad[r] for r in call.outputs)), None)
     if output is not None:
         parts.append(f"the output of {output.module or 'the model'}")

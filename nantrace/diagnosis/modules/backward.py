@@ -91,9 +91,7 @@ def cannot_have_made(seen: Seen, call: Call, row: int) -> bool:
         return False
     # A gradient that never arrived (the graph does not lead through this call) made nothing.
     arrived = [r for r in call.grad_outputs if r < row]
-    step = int(seen.step[row])
-    own = [r for r in seen.rows(step, Role.PARAM, phases=[Phase.FORWARD]) if seen.site(int(r)).module == call.module]
-    read = [*call.inputs, *(int(r) for r in own)]
+    read = [*call.inputs, *seen.own_parameters(call, int(seen.step[row]))]
     if any(seen.bad[r] for r in (*arrived, *read, *call.outputs)):
         return False
     largest = min(LARGEST.get(seen.site(r).dtype, 1e4) for r in (row, *arrived, *call.outputs))
@@ -112,8 +110,7 @@ def weights_changed(seen: Seen, row: int) -> bool:
         return False
     if call.children or not _LINEAR.fullmatch(seen.classes.get(call.module, "")) or not call.inputs:
         return False
-    state = seen.rows(int(seen.step[row]), Role.PARAM, phases=[Phase.FORWARD])
-    own = [int(r) for r in state if seen.site(int(r)).module == call.module]
+    own = seen.own_parameters(call, int(seen.step[row]))
     if not own or any(seen.bad[r] for r in (*call.inputs, *own)):
         return False
     if seen.infinite[row] and seen.absmax(row) > LARGEST.get(seen.site(row).dtype, 1e4) / 16:

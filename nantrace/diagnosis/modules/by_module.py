@@ -127,8 +127,7 @@ def _sinks(seen: Seen, step: int) -> list[int]:
         # What backward accumulated counts as what the optimizer, or the end of the step, found of it.
         kept = kept[(seen.role[kept] != Role.GRAD) | (seen.phase[kept] != Phase.BACKWARD)]
     if not seen.has_backward and not seen.checked:
-        outermost = [call for call in seen.calls(step).values() if call.parent is None]
-        kept = np.array([row for call in outermost for row in call.outputs if seen.bad[row]], dtype=np.int64)
+        kept = np.array([row for call in seen.outermost(step) for row in call.outputs if seen.bad[row]], dtype=np.int64)
     return sorted((int(row) for row in kept), key=lambda row: (_first_bad(seen, row), row))
 
 

@@ -31,12 +31,9 @@ def skipped(seen: Seen, step: int) -> bool:
 def read_rows(seen: Seen, row: int) -> list[int]:
     """The rows of what the code that made `row` had read: inputs and own parameters of its call, or gradients."""
     call = enclosing(seen, row)
-    step = int(seen.step[row])
     if call is None:
         return []
-    own = [
-        int(r) for r in seen.rows(step, Role.PARAM, phases=[Phase.FORWARD]) if seen.site(int(r)).module == call.module
-    ]
+    own = seen.own_parameters(call, int(seen.step[row]))
     if seen.phase[row] == Phase.BACKWARD:
         return [*(r for r in call.grad_outputs if r < row), *call.inputs, *own]
     return [*(r for r in call.inputs if r < row), *own]

@@ -79,8 +79,8 @@ def as_given_up(trace: Trace) -> Step | None:
 
 def bad_outputs(seen: Seen, step: int) -> list[int]:
     """The nonfinite rows, masks aside, that calls from outside put out in a step."""
-    outermost = (call for call in seen.calls(step).values() if call.parent is None)
-    return sorted(row for call in outermost for row in call.outputs if seen.bad[row] and not seen.mark[row])
+    rows = (row for call in seen.outermost(step) for row in call.outputs)
+    return sorted(row for row in rows if seen.bad[row] and not seen.mark[row])
 
 
 def differentiated(seen: Seen, step: int) -> bool:
@@ -117,8 +117,8 @@ def _usual(seen: Seen) -> int | None:
 
 def _calls(seen: Seen, step: int) -> Iterator[int]:
     """The first row behind which each call of the model from outside returned."""
-    for call in seen.calls(step).values():
-        if call.parent is None and not call.foreign and call.outputs:
+    for call in seen.outermost(step):
+        if not call.foreign and call.outputs:
             yield min(call.outputs)
 
 

@@ -91,13 +91,8 @@ def _outside(seen: Seen, row: int) -> tuple[int, ...]:
     """What code outside every module can have read: the batch, what the outermost calls returned, and gradients."""
     step = int(seen.step[row])
     batch = [int(r) for r in seen.rows(step, Role.INPUT) if seen.call[r] == 0]
-    made = _alive(seen, (step, None), lambda: _outermost(seen, step), row)
+    made = _alive(seen, (step, None), lambda: sorted(seen.outermost(step), key=lambda call: call.last), row)
     return tuple(sorted({*_bad(seen, batch, row), *_bad(seen, asked_for(seen, row), row), *made}))
-
-
-def _outermost(seen: Seen, step: int) -> list[Call]:
-    outermost = [call for call in seen.calls(step).values() if call.parent is None]
-    return sorted(outermost, key=lambda call: call.last)
 
 
 def _alive(seen: Seen, scope: tuple[int, int | None], calls: Callable[[], list[Call]], row: int) -> list[int]:
@@ -225,8 +220,7 @@ def _backward_inside(seen: Seen, call: Call, row: int) -> tuple[int, ...]:
 
 def _backward_outside(seen: Seen, row: int) -> tuple[int, ...]:
     step = int(seen.step[row])
-    outermost = [call for call in seen.calls(step).values() if call.parent is None]
-    gradients = [r for call in outermost if call.foreign for r in call.grad_inputs]
+    gradients = [r for call in seen.outermost(step) if call.foreign for r in call.grad_inputs]
     losses = [int(r) for r in seen.rows(step, Role.LOSS)]
     # A later pass through the same step's model differentiates only what was computed since the last loss.
     return tuple(sorted({*_bad(seen, gradients, row), *_bad(seen, losses[-1:], row), *_outside(seen, row)}))

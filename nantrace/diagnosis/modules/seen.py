@@ -222,6 +222,15 @@ class Seen:
             self._calls[step] = _call_tree(self, step)
         return self._calls[step]
 
+    def outermost(self, step: int) -> list[Call]:
+        """The calls of a step that no other surrounds."""
+        return [call for call in self.calls(step).values() if call.parent is None]
+
+    def own_parameters(self, call: Call, step: int) -> list[int]:
+        """The rows of the parameters of a call's module, as the step began."""
+        rows = self.rows(step, Role.PARAM, phases=[Phase.FORWARD])
+        return [int(row) for row in rows if self.site(int(row)).module == call.module]
+
     def call_of(self, row: int) -> Call | None:
         return self.calls(int(self.step[row])).get(self.key(row))
 

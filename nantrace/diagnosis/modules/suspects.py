@@ -164,7 +164,7 @@ def may_hide(seen: Seen, row: int) -> float | None:
     if call is not None and (is_tame(seen, call) or call.children):
         return None
     if call is None:
-        calls = [c for c in seen.calls(int(seen.step[row])).values() if c.parent is None and not c.foreign]
+        calls = [call for call in seen.outermost(int(seen.step[row])) if not call.foreign]
         read = [r for each in calls for r in each.outputs]
     else:
         read = list(call.inputs)
