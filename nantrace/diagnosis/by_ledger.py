@@ -16,7 +16,8 @@ import numpy.typing as npt
 from nantrace.diagnosis.observation import numbered
 from nantrace.diagnosis.standstill import (
     FEWEST,
-    given_up,
+    ending,
+    is_given_up,
     is_left_out,
     left_out_for_ever,
     rounds,
@@ -101,13 +102,13 @@ def with_unread(verdict: Verdict, trace: Trace) -> Verdict:
 
 def _unread_at_the_end(trace: Trace) -> list[Mapping[str, Any]]:
     """The last steps, if several in a row were left out unread; one alone may be an evaluation."""
-    row: list[Mapping[str, Any]] = []
-    for step in reversed(trace.steps):
-        noted = bool(step.get("decisions")) and not step.get("cleared")  # perhaps that alone, after the last step
-        if not is_left_out(step) or not _is_unread(step) or noted:
-            break
-        row.insert(0, step)
+    row = ending(trace.steps, _is_left_out_unread)
     return row if _trains(trace) and rounds(row) >= FEWEST else []
+
+
+def _is_left_out_unread(step: Mapping[str, Any]) -> bool:
+    noted = bool(step.get("decisions")) and not step.get("cleared")  # perhaps that alone, after the last step
+    return is_left_out(step) and _is_unread(step) and not noted
 
 
 def _trained_nothing(trace: Trace) -> bool:
@@ -152,7 +153,7 @@ def _had_nonfinite(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 def _of(trace: Trace, steps: Iterable[Mapping[str, Any]]) -> Verdict | None:
     """The first step that went wrong for good, or else the first that went wrong."""
     stuck = standstill(trace.steps)
-    ended = given_up(trace.steps) if _trains(trace) else ()
+    ended = ending(trace.steps, is_given_up) if _trains(trace) else []
     over = [int(step["step"]) for step in ended] if rounds(ended) >= FEWEST else []
     contained: Verdict | None = None
     for step in steps:

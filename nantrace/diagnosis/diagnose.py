@@ -61,8 +61,8 @@ def _by_what_it_holds(trace: Trace) -> Verdict:
         from nantrace.diagnosis.blame import blame
 
         lineage = _counted(trace, trace.lineage)
-        verdict = _in_steps(blame(lineage).verdict) if lineage.round == "step" else blame(lineage).verdict
-        return _with_left_out(verdict, trace)
+        verdict = blame(lineage).verdict
+        return _with_left_out(_in_steps(verdict) if lineage.round == "step" else verdict, trace)
     return by_ledger(trace) if is_ledger_alone(trace) else with_unsampled(by_module(trace), trace)
 
 
@@ -89,7 +89,7 @@ def _in_steps(verdict: Verdict) -> Verdict:
 def _counted(trace: Trace, lineage: Lineage) -> Lineage:
     """The lineage, whose iterations are called steps if the rows of its ops lie in steps of the same numbers."""
     ops = [number for number, site in enumerate(trace.sites) if site.role == Role.OP]
-    steps, rows = np.unique(trace.events["step"][np.isin(trace.events["site"], ops)], return_counts=True)
+    rows = Counter(trace.events["step"][np.isin(trace.events["site"], ops)].tolist())
     told = Counter(event.iteration - 1 for event in lineage.events if event.category is None)
-    same = len(steps) > 0 and all(told[int(step)] == count for step, count in zip(steps, rows, strict=True))
+    same = bool(rows) and all(told[step] == count for step, count in rows.items())
     return dataclasses.replace(lineage, round="step") if same else lineage

@@ -7,8 +7,9 @@ scale, or going on to the next batch, changes nothing where every step fails.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nantrace.steps import is_nonfinite
@@ -23,14 +24,15 @@ def standstill(ledger: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     Two optimizers that skip once each in their turn are one bad batch, not a row of skips: some parameter must have
     gone without its update twice.
     """
-    row: list[Mapping[str, Any]] = []
-    for entry in reversed(ledger):
-        if not is_stuck(entry):
-            break
-        row.append(entry)
+    row = ending(ledger, is_stuck)
     skips = Counter(name for entry in row for name in entry.get("skipped_by", ("",)))
     again = any(count >= FEWEST for count in skips.values())
-    return tuple(int(entry["step"]) for entry in reversed(row)) if again else ()
+    return tuple(int(entry["step"]) for entry in row) if again else ()
+
+
+def ending(ledger: Sequence[Mapping[str, Any]], which: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
+    """The last steps, as far back as each of them is such a one."""
+    return list(itertools.takewhile(which, reversed(ledger)))[::-1]
 
 
 def is_stuck(entry: Mapping[str, Any]) -> bool:
@@ -47,16 +49,6 @@ def is_left_out(entry: Mapping[str, Any]) -> bool:
 def is_given_up(entry: Mapping[str, Any]) -> bool:
     """Whether a step was left out, and something in it is known to have been nonfinite."""
     return is_left_out(entry) and "step" in entry and (is_nonfinite(entry.get("loss")) or bool(entry.get("nonfinite")))
-
-
-def given_up(ledger: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """The last steps, as far back as each was left out with something nonfinite in it."""
-    row: list[Mapping[str, Any]] = []
-    for entry in reversed(ledger):
-        if not is_given_up(entry):
-            break
-        row.append(entry)
-    return tuple(reversed(row))
 
 
 def rounds(entries: Sequence[Mapping[str, Any]]) -> int:
