@@ -235,6 +235,11 @@ def is_nonfinite(value: Any) -> TypeGuard[float]:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def shows_nonfinite(step: Step) -> bool:
+    """Whether the loss of a step, or the norm of its gradients, was recorded as a NaN or an infinity."""
+    return any(is_nonfinite(step.get(name)) for name in _NAN_MARKS)
+
+
 def rates(step: Step) -> Sequence[Any]:
     """The learning rates of a step, by group; one None where none was recorded."""
     found = step.get("lr")

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.capture.sample import shows_nonfinite
 from nantrace.events import EVENT, Raised, Site, nonfinite_rows
 from nantrace.lineage import Lineage
-from nantrace.steps import STEP, packed, steps_from
+from nantrace.steps import STEP, packed, shows_nonfinite, steps_from
 
 
 class Writer(Protocol):

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nantrace.steps import is_nonfinite
-
-#: Numbers of the ledger that a nonfinite value shows in.
-TOLD = ("loss", "gradient_norm")
+from nantrace.steps import shows_nonfinite
 
 
 class Sample:
@@ -42,8 +39,3 @@ class Sample:
             if wrong and number - self._last.get(kind, -self.every) >= self.every:
                 self._last[kind] = number
                 self._beside = number + 1
-
-
-def shows_nonfinite(step: Mapping[str, Any]) -> bool:
-    """Whether the ledger alone shows a nonfinite value."""
-    return any(is_nonfinite(step.get(name)) for name in TOLD)

@@ -28,7 +28,7 @@ from nantrace.capture.options import optimizers_in, patterns_in, refuse_ops_with
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.raised import raised
 from nantrace.capture.running import running, watch_forks
-from nantrace.capture.sample import Sample, shows_nonfinite
+from nantrace.capture.sample import Sample
 from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
@@ -37,6 +37,7 @@ from nantrace.capture.targets import refuse_taken, refuse_written_twice
 from nantrace.capture.telling import OnNonfinite, Telling
 from nantrace.events import Raised, Site, Trace, nonfinite_rows
 from nantrace.lineage import Lineage
+from nantrace.steps import shows_nonfinite
 
 
 class Tracer:

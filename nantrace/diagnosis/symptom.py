@@ -16,7 +16,16 @@ from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
 from nantrace.events import Trace, distinct, nonfinite_rows
-from nantrace.steps import by_number, figures, had_nonfinite_numbers, is_nonfinite, likely, told, was_skipped
+from nantrace.steps import (
+    by_number,
+    figures,
+    had_nonfinite_numbers,
+    is_nonfinite,
+    likely,
+    shows_nonfinite,
+    told,
+    was_skipped,
+)
 
 _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count
 _BEYOND = 3.0  # spreads above the upper decile
@@ -48,7 +57,7 @@ def _raised(trace: Trace) -> Iterator[Observation]:
         return
     broken_off = () if raised.step is None else (raised.step,)
     rows = by_number(trace.steps, broken_off).values()
-    bad = not _bad_steps(trace).isdisjoint(broken_off) or any(map(_is_bad, rows))
+    bad = not _bad_steps(trace).isdisjoint(broken_off) or any(map(shows_nonfinite, rows))
     yield Observation(
         "raised",
         broken_off,
@@ -60,7 +69,7 @@ def _raised(trace: Trace) -> Iterator[Observation]:
 
 
 def _nonfinite(trace: Trace) -> Iterator[Observation]:
-    rows = [row for row in likely(trace.steps, had_nonfinite_numbers) if "step" in row and _is_bad(row)]
+    rows = [row for row in likely(trace.steps, had_nonfinite_numbers) if "step" in row and shows_nonfinite(row)]
     bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in rows})
     if not bad:
         return
@@ -154,7 +163,3 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 def _bad_steps(trace: Trace) -> set[int]:
     return {int(step) for step in distinct(trace.events["step"][nonfinite_rows(trace.events)])}
-
-
-def _is_bad(row: Mapping[str, Any]) -> bool:
-    return is_nonfinite(row.get("loss")) or is_nonfinite(row.get("gradient_norm"))
