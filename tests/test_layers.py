@@ -21,7 +21,7 @@ ROOT = Path(nantrace.__file__).parent
 OWNERS = {
     "torch": ("capture/", "flow/", "stats/", "replay/", "checkpoint/", "api.py"),
     "h5py": ("store/",),
-    "triton": ("stats/fused.py",),
+    "triton": ("stats/fused.py", "stats/launches.py"),
     "click": ("cli/",),
     "matplotlib": ("render/plot/",),
     "pandas": ("frame.py",),

@@ -1,7 +1,7 @@
 """All statistics of a tensor on a CUDA device in one pass: a Triton kernel that adds one row to a table on the device.
 
-Knows kernels and launches. Importing it imports triton: `nantrace.stats.policy` asks first
-whether it is there.
+Knows kernels; with what they are launched, `nantrace.stats.fused_launch` does. Importing it imports triton:
+`nantrace.stats.policy` asks first whether it is there.
 
 The kernel compares codes as integers and combines what its programs found by integer atomics (add, min, max), which
 give the same bits whatever the order and the number of programs:
@@ -15,7 +15,6 @@ give the same bits whatever the order and the number of programs:
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +30,6 @@ WIDTH = 10
 FAR = 2**63 - 1
 UNTOUCHED = (0, 0, 0, FAR, -FAR, FAR, FAR, 0, 0, 0)
 DIMS = 4  # dimensions with gaps between them that the kernel can walk
-BATCHED = 1 << 16  # elements of the largest tensor that is worth sharing a launch
-_WARPS = 8
-_PROGRAMS = 4  # a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -268,7 +264,8 @@ def _step(place, size1, size2, size3, step0, step1, step2, step3):
     return result + (place % size1) * step1 + (place // size1) * step0
 
 
-# The numbers of a call differ from call to call: compiling anew for those that 16 divides would only cost.
+# The numbers of a call differ from call to call: compiling anew for those that 16 divides would only cost. Annotated,
+# they are 64 bits wide whatever their value.
 _NUMBERS = ("slot", "count", "size1", "size2", "size3", "step0", "step1", "step2", "step3")
 
 
@@ -276,15 +273,15 @@ _NUMBERS = ("slot", "count", "size1", "size2", "size3", "step0", "step1", "step2
 def row_kernel(
     data,
     table,
-    slot,
-    count,
-    size1,
-    size2,
-    size3,
-    step0,
-    step1,
-    step2,
-    step3,
+    slot: tl.int64,
+    count: tl.int64,
+    size1: tl.int64,
+    size2: tl.int64,
+    size3: tl.int64,
+    step0: tl.int64,
+    step1: tl.int64,
+    step2: tl.int64,
+    step3: tl.int64,
     MAGNITUDE: tl.constexpr,
     NAN: tl.constexpr,
     INF: tl.constexpr,
@@ -309,7 +306,7 @@ def batch_kernel(
     sample,
     tensors,
     table,
-    slot,
+    slot: tl.int64,
     MAGNITUDE: tl.constexpr,
     NAN: tl.constexpr,
     INF: tl.constexpr,
@@ -333,54 +330,3 @@ def batch_kernel(
         one, one, one, one, one, one, one,
         MAGNITUDE, NAN, INF, NORMAL, LARGEST, FNUZ, WIDE, PAIR, 0, BLOCK,
     )  # fmt: skip
-
-
-def launch(
-    elements: torch.Tensor, table: torch.Tensor, slot: int, walk: int, sizes: tuple[int, ...], steps: tuple[int, ...]
-) -> None:
-    """Measures a tensor of a dtype in `FORMATS` into a row of `table`, on the current stream.
-
-    Args:
-        elements: one element or more, without lazy conjugation or negation.
-        table: int64 of shape (rows, `WIDTH`), contiguous.
-        slot: the row, which holds `UNTOUCHED`.
-        walk: as in `_measure`.
-        sizes, steps: at most `DIMS` of each.
-    """
-    codes, pair, count = FORMATS[elements.dtype], elements.is_complex(), elements.numel()
-    block = _block(codes, walk)
-    gap = DIMS - len(sizes)
-    sizes, steps = (1,) * gap + sizes, (0,) * gap + steps
-    bits = (torch.view_as_real(elements) if pair else elements).view(codes.bits)
-    row_kernel[(min(_programs(elements.device), -(-count // block)),)](
-        bits, table, slot, count, *sizes[1:], *steps,
-        **codes.constants(), PAIR=pair, WALK=walk, BLOCK=block, num_warps=_WARPS,
-    )  # fmt: skip
-
-
-def launch_batch(tensors: list[torch.Tensor], table: torch.Tensor, slot: int) -> None:
-    """Measures contiguous tensors of one dtype and device with one launch, into consecutive rows from `slot` on."""
-    first = tensors[0]
-    codes, pair = FORMATS[first.dtype], first.is_complex()
-    block = _block(codes, 0)
-    addresses = torch.tensor([[tensor.data_ptr(), tensor.numel()] for tensor in tensors], dtype=torch.int64)
-    if first.is_cuda:
-        addresses = addresses.pin_memory().to(first.device, non_blocking=True)
-    sample = torch.empty(1, dtype=codes.bits, device=first.device)
-    most = max(tensor.numel() for tensor in tensors)
-    batch_kernel[(len(tensors), -(-most // (8 * block)))](
-        sample, addresses, table, slot,
-        **codes.constants(), PAIR=pair, BLOCK=block, num_warps=_WARPS,
-    )  # fmt: skip
-
-
-def _block(codes: Codes, walk: int) -> int:
-    """Elements that a program reads at once: as many as its registers hold."""
-    return 512 if walk or codes.bits == torch.int64 else 1024
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _PROGRAMS
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count

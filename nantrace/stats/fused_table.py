@@ -1,14 +1,16 @@
 """The table of rows that the fused kernel fills on a CUDA device.
 
-Knows slots, streams and events; not what the kernel does.
+Knows tensors, slots and threads; not what the kernel does, nor how streams are kept apart. A tensor that is plain
+memory, one element behind the other, is launched as soon as that is clear (`_quick`); what hides its values, lies in
+another order or was not launched before takes the longer way (`_put`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,35 +18,43 @@ import torch
 from nantrace.stats.deferred import DeviceTable
 from nantrace.stats.exact import KERNEL, Row, Tally
 from nantrace.stats.formats import FLOAT_FORMATS, byte_format
-from nantrace.stats.fused import BATCHED, DIMS, FAR, FORMATS, UNTOUCHED, WIDTH, launch, launch_batch
+from nantrace.stats.fused import DIMS, FAR, FORMATS, UNTOUCHED
+from nantrace.stats.fused_launch import BATCHED, launch, launch_batch, relaunch
 from nantrace.stats.host import strided_row, unread_row
 from nantrace.stats.layout import Layout, lay_out, row_major
+from nantrace.stats.rows import Rows
 from nantrace.stats.unwrap import PLAIN, check_readable, quiet, resolved, unwrapped
 
 _ROWS = 1024  # of the table that are allocated at once
+_NOTHING = torch.empty(0)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A tensor whose row the kernel writes: where, and what turns it into the tensor's statistics."""
+class _Measured(NamedTuple):
+    """A tensor whose row the kernel writes: where, and what turns it into the tensor's statistics.
+
+    `layout` is None if the tensor's elements lie one behind the other in its own order; it holds no elements, which
+    would stay alive until the rows are fetched.
+    """
 
     slot: int
     dtype: torch.dtype
-    layout: Layout
-    walk: int
     numel: int
+    walk: int = 0
+    layout: Layout | None = None
 
     def row(self, numbers: list[int], full: bool) -> Row:
         nan, posinf, neginf, low, high, least, first, zero, subnormal, saturated = numbers
-        bad, count = nan + posinf + neginf, self.numel // self.layout.repeats
-        tally = Tally(count - bad, nan, posinf, neginf, zero=zero, subnormal=subnormal, saturated=saturated)
+        layout, repeats = self.layout, self.layout.repeats if self.layout else 1
+        bad = nan + posinf + neginf
+        finite = self.numel // repeats - bad
+        tally = Tally(finite, nan, posinf, neginf, zero=zero, subnormal=subnormal, saturated=saturated)
         if tally.finite:
             tally.see(_number(self.dtype, low), _number(self.dtype, high))
         if least < FAR:
             tally.absmin = _number(self.dtype, least)
         if bad:
-            tally.first_bad = first if self.walk == 1 else self.layout.flat_index(np.array([first]))
-        counted = tally.row(full, self.layout.repeats)
+            tally.first_bad = first if layout is None or self.walk == 1 else layout.flat_index(np.array([first]))
+        counted = tally.row(full, repeats)
         return (*counted[:12], counted[12] | KERNEL)
 
 
@@ -61,42 +71,49 @@ class FusedTable:
     So does everything once the kernel could not be compiled or launched.
 
     Attributes:
+        device: with its index.
         skipped: tensors that were not measured because a CUDA graph was being captured.
         failure: why the kernel is not used any more; None while it is.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        self._cuda = self.device.type == "cuda"
+        if self._cuda and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.skipped = 0
         self.failure: str | None = None
-        self._others = DeviceTable(device)
-        self._cuda = self.device.type == "cuda"
-        self._lock = threading.Lock()
-        self._blocks: list[tuple[torch.Tensor, Any]] = []  # rows, and the event after which they may be written
-        self._used = 0
+        self._index = self.device.index if self._cuda else -1  # as of Tensor.get_device
+        self._keys = _plain_keys(self.device)
+        self._others = DeviceTable(self.device)
+        self._lock = threading.RLock()  # again by the same thread: what Python collects may run hooks of the user's
+        self._rows = Rows(self.device, _ROWS, UNTOUCHED)
         self._slots: list[tuple[bool, Row | _Measured | int]] = []  # an int is a slot of the other table
-        self._written: dict[Any, Any] = {}  # stream -> event after its last launch
 
     def add(self, tensor: torch.Tensor, full: bool) -> int:
         """Launches the measurement of a tensor; its index in what `drain` returns next. Never raises."""
         try:
+            place = self._quick(tensor, full)
+        except Exception:  # the longer way may know better
+            place = None
+        if place is not None:
+            return place
+        try:
             with quiet(), self._here():
-                put = self._put(tensor, full)
+                return self._put(tensor, full)
         except Exception:  # no values, or no kernel for them: no reason to stop a training step
-            put = unread_row(tensor)
-        with self._lock:
-            self._slots.append((full, put))
-            return len(self._slots) - 1
+            return self._keep(full, unread_row(tensor))
 
     def add_all(self, tensors: list[torch.Tensor], full: bool) -> list[int]:
         """The same of many tensors, such as parameters, with one launch for all small ones of a dtype."""
         places: list[int] = [-1] * len(tensors)
         small: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-        for i, tensor in enumerate(tensors):
-            if type(tensor) in PLAIN and tensor.dtype in FORMATS and self._is_small(tensor):
-                small.setdefault(tensor.dtype, []).append((i, tensor))
-            else:
-                places[i] = self.add(tensor, full)
+        with quiet():
+            for i, tensor in enumerate(tensors):
+                if self._is_plain(tensor) and tensor.numel() <= BATCHED:
+                    small.setdefault(tensor.dtype, []).append((i, tensor))
+                else:
+                    places[i] = self.add(tensor, full)
         for group in small.values():
             for begin in range(0, len(group), _ROWS):
                 for i, place in self._add_group(group[begin : begin + _ROWS], full):
@@ -107,11 +124,12 @@ class FusedTable:
         """The rows since the last drain, in the form of `nantrace.stats.host.row`. Waits for the device, once."""
         with self._lock:
             slots, self._slots = self._slots, []
-            used, self._used = self._used, 0
-        others, numbers = self._others.drain(), []
-        if used:
-            with quiet(), self._here():
-                numbers = self._fetch(used)
+            written = self._rows.written()
+        others = self._others.drain()
+        with self._here():
+            numbers = self._rows.fetch(written)
+        with self._lock:
+            self._rows.reuse(written)
         rows: list[Row] = []
         for full, put in slots:
             if isinstance(put, int):
@@ -120,30 +138,53 @@ class FusedTable:
                 rows.append(put.row(numbers[put.slot], full) if isinstance(put, _Measured) else put)
         return rows
 
-    def _put(self, tensor: torch.Tensor, full: bool) -> Row | _Measured | int:
+    def _quick(self, tensor: torch.Tensor, full: bool) -> int | None:
+        """Launches what takes no preparation; None if it does. Runs nothing that a mode of the user's would see."""
+        if self.failure or torch._C._is_torch_function_mode_enabled() or not self._is_plain(tensor):
+            return None
+        if self._cuda and (torch.cuda.current_device() != self._index or self._capturing()):
+            return None
+        dtype, numel, address = tensor.dtype, tensor.numel(), tensor.data_ptr()
+        with self._lock:
+            slot, block = self._rows.take(1)
+            if not relaunch(dtype, address, numel, self._index, block.address, slot % _ROWS):
+                self._rows.give_back(1)
+                return None
+            self._rows.wrote(block)
+            return self._keep(full, _Measured(slot, dtype, numel))
+
+    def _put(self, tensor: torch.Tensor, full: bool) -> int:
         if self._capturing():
             self.skipped += 1
-            return unread_row(tensor)
+            return self._keep(full, unread_row(tensor))
         tensor = unwrapped(tensor)
         if self.failure or tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype not in FORMATS:
-            return self._others.add(tensor, full)
+            return self._keep(full, self._others.add(tensor, full))
         check_readable(tensor)
         tensor = tensor.detach()
         if tensor.numel() == 0 or tensor._is_zerotensor():  # known without reading
-            return strided_row(tensor, full)
+            return self._keep(full, strided_row(tensor, full))
         tensor = resolved(tensor)
         layout, walk = _walk(tensor)
-        if len(layout.sizes) > DIMS:
-            return self._others.add(tensor, full)
-        slot = self._take(1)
+        if walk and len(layout.sizes) > DIMS:
+            return self._keep(full, self._others.add(tensor, full))
         steps = layout.elements.stride() if walk == 2 else layout.places
-        try:
-            launch(layout.elements, self._rows(slot), slot % _ROWS, walk, layout.sizes, steps)
-        except Exception as error:
-            self._give_up(error)
-            return self._others.add(tensor, full)
-        self._wrote()
-        return _Measured(slot, tensor.dtype, layout, walk, tensor.numel())
+        numbers = (layout.sizes, steps) if walk else ((), ())
+        with self._lock:
+            slot, block = self._rows.take(1)
+            try:
+                launch(layout.elements, block.rows, slot % _ROWS, walk, *numbers)
+            except Exception as error:
+                self._give_up(error)
+                return self._keep(full, self._others.add(tensor, full))
+            self._rows.wrote(block)
+            order = dataclasses.replace(layout, elements=_NOTHING)
+            return self._keep(full, _Measured(slot, tensor.dtype, tensor.numel(), walk, order))
+
+    def _keep(self, full: bool, put: Row | _Measured | int) -> int:
+        with self._lock:
+            self._slots.append((full, put))
+            return len(self._slots) - 1
 
     def _give_up(self, error: Exception) -> None:
         """The kernel cannot run here: what comes goes through the other table."""
@@ -151,37 +192,46 @@ class FusedTable:
         self.failure = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
     def _add_group(self, group: list[tuple[int, torch.Tensor]], full: bool) -> list[tuple[int, int]]:
-        """Measures plain contiguous tensors of one dtype with one launch; pairs of (index, slot)."""
-        dtype = group[0][1].dtype
-        if self._capturing() or self.failure:
-            return [(i, self.add(tensor, full)) for i, tensor in group]
+        """Measures plain tensors of one dtype with one launch; pairs of (index, slot)."""
         with quiet(), self._here():
-            first = self._take(len(group))
-            put = [
-                _Measured(first + k, dtype, lay_out(tensor.detach()), 0, tensor.numel())
-                for k, (_, tensor) in enumerate(group)
-            ]
-            try:
-                launch_batch([tensor for _, tensor in group], self._rows(first), first % _ROWS)
-            except Exception as error:
-                self._give_up(error)
-                return [(i, self.add(tensor, full)) for i, tensor in group]
-            self._wrote()
-        with self._lock:
-            begin = len(self._slots)
-            self._slots.extend((full, measured) for measured in put)
-        return [(i, begin + k) for k, (i, _) in enumerate(group)]
+            if not self.failure and not self._capturing():
+                with self._lock:
+                    begin = self._launched_together([tensor for _, tensor in group], full)
+                if begin is not None:
+                    return [(i, begin + k) for k, (i, _) in enumerate(group)]
+        return [(i, self.add(tensor, full)) for i, tensor in group]
 
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of no subclass can share a launch."""
+    def _launched_together(self, tensors: list[torch.Tensor], full: bool) -> int | None:
+        """The place of the first of consecutive ones; None if the launch failed."""
         try:
-            with quiet():
-                if unwrapped(tensor) is not tensor or tensor.device != self.device or tensor.is_nested:
-                    return False
-                check_readable(tensor)
-                lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
-                return tensor.is_contiguous() and 0 < tensor.numel() <= BATCHED and not lazy
-        except Exception:  # sparse, freed, fake
+            first, block = self._rows.take(len(tensors))
+            launch_batch(tensors, block.rows, first % _ROWS)
+        except Exception as error:
+            self._give_up(error)
+            return None
+        self._rows.wrote(block)
+        begin = len(self._slots)
+        self._slots.extend(
+            (full, _Measured(first + k, tensor.dtype, tensor.numel())) for k, tensor in enumerate(tensors)
+        )
+        return begin
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's elements lie in this device's memory, one behind the other, as floats of a known format.
+
+        Its dispatch keys tell it from all that is lazy, wrapped, sparse or without values.
+        """
+        try:
+            return (
+                type(tensor) in PLAIN
+                and tensor.dtype in FORMATS
+                and torch._C._dispatch_keys(tensor).raw_repr() in self._keys
+                and tensor.get_device() == self._index
+                and tensor.is_contiguous()
+                and (count := tensor.numel()) > 0
+                and (tensor.storage_offset() + count) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+            )
+        except Exception:  # a storage that cannot be asked, a PyTorch without keys
             return False
 
     def _here(self) -> AbstractContextManager[Any]:
@@ -190,55 +240,15 @@ class FusedTable:
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()
 
-    def _take(self, count: int) -> int:
-        """The first of `count` consecutive fresh rows, all in one block."""
-        with self._lock:
-            if self._used % _ROWS + count > _ROWS:
-                self._used += _ROWS - self._used % _ROWS
-            first, self._used = self._used, self._used + count
-            if first // _ROWS == len(self._blocks):
-                with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-                    untouched = torch.empty(_ROWS, WIDTH, dtype=torch.int64, device=self.device)
-                self._blocks.append((untouched, None))
-                self._clean(len(self._blocks) - 1)
-            return first
 
-    def _clean(self, block: int) -> None:
-        rows, _ = self._blocks[block]
-        for column, value in enumerate(UNTOUCHED):
-            rows[:, column].fill_(value)
-        event = None
-        if self._cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-        self._blocks[block] = (rows, event)
-
-    def _rows(self, slot: int) -> torch.Tensor:
-        """The block of a row, safe to write on the current stream."""
-        rows, clean = self._blocks[slot // _ROWS]
-        if clean is not None:
-            torch.cuda.current_stream(self.device).wait_event(clean)
-        return rows
-
-    def _wrote(self) -> None:
-        if self._cuda:
-            stream = torch.cuda.current_stream(self.device)
-            event = self._written.get(stream)
-            if event is None:
-                event = self._written[stream] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-
-    def _fetch(self, used: int) -> list[list[int]]:
-        blocks = -(-used // _ROWS)
-        if self._cuda:  # rows were written by several streams; this one waits for each
-            stream = torch.cuda.current_stream(self.device)
-            for event in self._written.values():
-                stream.wait_event(event)
-            self._written.clear()
-        numbers: list[list[int]] = torch.cat([rows for rows, _ in self._blocks[:blocks]])[:used].cpu().tolist()
-        for block in range(blocks):
-            self._clean(block)
-        return numbers
+def _plain_keys(device: torch.device) -> frozenset[int]:
+    """The dispatch keys of a tensor that is nothing but memory of a device, as its two kinds have them."""
+    keys = set()
+    with quiet():
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                keys.add(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return frozenset(keys)
 
 
 def _walk(tensor: torch.Tensor) -> tuple[Layout, int]:

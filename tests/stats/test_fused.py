@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 pytest.importorskip("triton", reason="triton is not installed")
 
 from nantrace.events import Columns
-from nantrace.stats import fused, fused_table
+from nantrace.stats import fused, fused_launch, fused_table
 from nantrace.stats.fused_table import FusedTable
 from nantrace.stats.reference import reference_row
 from tests.stats.tensors import BYTES, COMPLEX, DTYPES, IEEE, INTEGERS, LAYOUTS, PATTERNS, fill, in_range_mode, same
@@ -25,10 +26,13 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture
-def blocks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_of_16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tensors then take several programs, several blocks each, and an unfull last one."""
-    monkeypatch.setattr(fused, "_block", lambda codes, walk: 16)
-    monkeypatch.setattr(fused, "_programs", lambda device: 3)
+    monkeypatch.setattr(fused_launch, "_block", lambda codes, walk: 16)
+    monkeypatch.setattr(fused_launch, "_programs", lambda device: 3)
+    fused_launch._variant.cache_clear()
+    yield
+    fused_launch._variant.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_each_of_the_256_codes_of_a_float8_is_known(dtype: torch.dtype) -> None:
 def test_many_small_tensors_share_a_launch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
     monkeypatch.setattr(
-        fused_table, "launch_batch", lambda *args: (launches.append(len(args[0])), fused.launch_batch(*args))
+        fused_table, "launch_batch", lambda *args: (launches.append(len(args[0])), fused_launch.launch_batch(*args))
     )
     source = fill(dtype, "all kinds", 240)
     put = [source[i : i + 1 + 37 * (i % 5)] for i in range(12)]
@@ -161,18 +165,18 @@ COMPILE = """
 import pathlib, re, subprocess, sys, tempfile, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nantrace.stats import fused
+from nantrace.stats import fused, fused_launch
 
 POINTERS = {torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
 folder = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 for arch, dtype, walk in ((80, torch.bfloat16, 0), (90, torch.float32, 1), (90, torch.float8_e4m3fn, 0),
                           (100, torch.complex128, 2)):
     codes = fused.FORMATS[dtype]
-    constants = dict(codes.constants(), PAIR=dtype.is_complex, WALK=walk, BLOCK=fused._block(codes, walk))
-    types = {"data": POINTERS[codes.bits], "table": "*i64", "slot": "i32", **dict.fromkeys(constants, "constexpr")}
+    constants = dict(codes.constants(), PAIR=dtype.is_complex, WALK=walk, BLOCK=fused_launch._block(codes, walk))
+    types = {"data": POINTERS[codes.bits], "table": "*i64", **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "i64") for name in fused.row_kernel.arg_names}
     source = ASTSource(fused.row_kernel, signature, constexprs=constants, attrs={(0,): [["tt.divisibility", 16]]})
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": fused._WARPS})
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": fused_launch.WARPS})
     assert compiled.asm["cubin"]
     assembler = folder / ("ptxas-blackwell" if arch >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
