@@ -82,23 +82,31 @@ class Launches:
         """
         with self._lock:
             compiled = self._compiled.get(key)
-            if compiled is None or key in self._refused or self._watched():
+            if self._watched() or key in self._refused:
+                self._launch(grid, arguments)
+            elif compiled is None:
                 self._compiled[key] = self._launch(grid, arguments)
-                return
-            calls: list[tuple[Any, ...]] = []
-            try:
-                launcher = _spy(compiled, calls)
-            except Exception:  # of another make
-                launcher = None
-            if launcher is None:
-                self._refuse(key)
-                self._launch(grid, arguments)
-                return
-            try:
-                self._launch(grid, arguments)
-            finally:
-                compiled._run = launcher
+            else:
+                self._watch(key, grid, arguments, compiled)
+
+    def _watch(self, key: Hashable, grid: tuple[int, int], arguments: Sequence[Any], compiled: Any) -> None:
+        calls: list[tuple[Any, ...]] = []
+        try:
+            launcher = _spy(compiled, calls)
+        except Exception:  # of another make
+            launcher = None
+        if launcher is None:
+            self._refuse(key)
+            self._launch(grid, arguments)
+            return
+        try:
+            launched = self._launch(grid, arguments)
+        finally:
+            compiled._run = launcher
+        if launched is compiled:
             self._learn(key, grid, arguments, compiled, calls)
+        else:  # compiled anew, for a reason of Triton's
+            self._compiled[key] = launched
 
     def _launch(self, grid: tuple[int, int], arguments: Sequence[Any]) -> Any:
         return self._kernel[grid](*arguments, **self._options)
