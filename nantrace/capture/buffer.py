@@ -18,6 +18,7 @@ from nantrace.capture.quiet import Quiet
 from nantrace.capture.rows import Rows
 from nantrace.events import Phase, Role, Site
 from nantrace.stats import host
+from nantrace.stats.together import extremes_together
 
 
 class Pending:
@@ -97,18 +98,21 @@ class Buffer:
             return Pending(table, table.add(tensor, self._full_on_device))
 
     def measure_all(self, tensors: Sequence[torch.Tensor]) -> list[Stats | None]:
-        """Statistics of tensors that exist together, such as parameters: on a device small ones share a launch.
+        """Statistics of tensors that exist together, such as parameters: small ones share what a reading costs.
 
-        None for those that `observe` reads at once.
+        None for those that `observe` reads by themselves. Gradient mode must be off and no mode active.
         """
         found: list[Stats | None] = [None] * len(tensors)
-        if self._tables:  # a device was seen
-            for device, table in self._tables.items():
-                there = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-                with Quiet():
-                    slots = table.add_all([tensors[i] for i in there], self._full_on_device)
-                for i, slot in zip(there, slots, strict=True):
-                    found[i] = Pending(table, slot)
+        if not self._full_on_host:
+            found = [*extremes_together(tensors)]
+        for device, table in self._tables.items():
+            there = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+            if not there:
+                continue
+            with Quiet():
+                slots = table.add_all([tensors[i] for i in there], self._full_on_device)
+            for i, slot in zip(there, slots, strict=True):
+                found[i] = Pending(table, slot)
         return found
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -85,10 +85,12 @@ class StateRecorder:
         """Gradients that `gradients` gave."""
         self._observe(found, phase, Role.GRAD)
 
-    def _observe(self, found: list[Owned], phase: Phase, role: Role) -> None:
+    def _observe(self, found: Sequence[Owned], phase: Phase, role: Role) -> list[Stats]:
         measured = self._buffer.measure_all([tensor for _, _, tensor in found])
-        for (owner, slot, tensor), stats in zip(found, measured, strict=True):
+        return [
             self._buffer.observe(owner, phase, role, slot, tensor, 0, stats)
+            for (owner, slot, tensor), stats in zip(found, measured, strict=True)
+        ]
 
     def trained(self) -> list[tuple[str, torch.Tensor]]:
         """The model's parameters that require a gradient, by name."""
@@ -107,6 +109,18 @@ class StateRecorder:
 
         What the last update left is not read again at the start of the next step if it is still the same value.
         """
+        found = self._state_of(optimizer)
+        if phase is Phase.FORWARD:
+            for owner, slot, tensor in found:
+                self._buffer.observe(owner, phase, Role.STATE, slot, tensor, 0, self._left_by_update(tensor))
+            return
+        measured = self._observe(found, phase, Role.STATE)
+        if phase is Phase.UPDATE:
+            for (_, _, tensor), stats in zip(found, measured, strict=True):
+                self._left[id(tensor)] = (weakref.ref(tensor), tensor._version, stats)
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> list[Owned]:
+        found: list[Owned] = []
         for place, parameter in _members(optimizer):
             state = optimizer.state.get(parameter)
             if not state:
@@ -116,18 +130,17 @@ class StateRecorder:
                 if key != "step":
                     for slot, tensor in tensors_in(value, f"optimizer.state.{name}.{key}", self.unopened):
                         if tensor.is_floating_point() or tensor.is_complex():
-                            self._observe_state(owner, phase, slot, tensor)
+                            found.append((owner, slot, tensor))
+        return found
+
+    def _left_by_update(self, tensor: torch.Tensor) -> Stats | None:
+        """Statistics of what the last update left, if the tensor is still the same value."""
+        known = self._left.pop(id(tensor), None)
+        return None if known is None or known[0]() is not tensor or known[1] != tensor._version else known[2]
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer holds a parameter of the model."""
         return any(id(parameter) in self.parameters for _, parameter in _members(optimizer))
-
-    def _observe_state(self, owner: str | None, phase: Phase, slot: str, tensor: torch.Tensor) -> None:
-        known = self._left.pop(id(tensor), None) if phase is Phase.FORWARD else None
-        fresh = known is None or known[0]() is not tensor or known[1] != tensor._version
-        stats = self._buffer.observe(owner, phase, Role.STATE, slot, tensor, 0, None if fresh else known[2])  # type: ignore[index]
-        if phase is Phase.UPDATE:
-            self._left[id(tensor)] = (weakref.ref(tensor), tensor._version, stats)
 
     def _name(self, optimizer: torch.optim.Optimizer, place: tuple[int, int]) -> tuple[str | None, str]:
         parameter = optimizer.param_groups[place[0]]["params"][place[1]]

@@ -96,14 +96,18 @@ def check_readable(tensor: torch.Tensor) -> None:
         raise UnreadableError("it is a meta tensor, which holds no values")
     if tensor.dtype in _UNREADABLE_DTYPES:
         raise UnreadableError(f"elements of dtype {tensor.dtype} are bits, not numbers")
-    if tensor._is_zerotensor() or tensor.numel() == 0:
+    numel = tensor.numel()
+    if numel == 0 or tensor._is_zerotensor():
         return
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    needed, held = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    span = numel if tensor.is_contiguous() else 1 + _last(tensor)
+    needed, held = (tensor.storage_offset() + span) * tensor.element_size(), tensor.untyped_storage().nbytes()
     if held < needed:
         raise UnreadableError(f"its storage was freed: it holds {held} bytes of the {needed} that it needs")
+
+
+def _last(tensor: torch.Tensor) -> int:
+    """How far behind the first element the last one in memory lies."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

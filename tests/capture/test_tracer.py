@@ -402,19 +402,19 @@ def test_a_kernel_that_fails_is_told_once_and_noted_in_every_step(monkeypatch: p
     assert all("the fused kernel failed on cuda:1: CompilationError: no such arch" in note for note in notes)
 
 
-def test_parameters_gradients_and_buffers_on_a_device_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_on_a_device_is_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     table, together = FakeTable(None), []
     original = FakeTable.add_all
     monkeypatch.setattr(
         FakeTable, "add_all", lambda self, some, full: together.append(len(some)) or original(self, some, full)
     )
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with Tracer(model, optimizer=optimizer) as tracer:
         tracer._buffer._tables[torch.device("cpu")] = table
         model(torch.randn(4, 2)).sum().backward()
         optimizer.step()
-    assert together == [4, 4, 2]  # gradients before the update, parameters and buffers after it
+    assert together == [4, 4, 2, 4]  # gradients before the update, parameters, buffers and momenta after it
     parameters = [e for e in tracer.trace.events if tracer.trace.site(e).role is Role.PARAM]
     after = [(float(e["min"]), float(e["max"])) for e in parameters[4:]]
     assert after == [(p.min().item(), p.max().item()) for p in model.parameters()]

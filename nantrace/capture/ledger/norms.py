@@ -16,6 +16,8 @@ import torch
 
 from nantrace.stats.unwrap import PLAIN, UnreadableError, check_readable, unwrapped
 
+_LARGE = 4096  # elements
+
 
 @dataclass(frozen=True)
 class Norms:
@@ -64,8 +66,11 @@ def norms_of(named: Sequence[tuple[str, torch.Tensor]], order: int = 2) -> Norms
         names.append(name)
     parts = []
     for (device, double), (places, tensors) in groups.items():
-        vector = torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float64 if double else torch.float32))
-        parts.append((tuple(places), _beyond_float32(vector, tensors, order) if device.type == "cpu" else vector))
+        if device.type == "cpu":
+            vector = _beyond_float32(_on_host(tensors, order, double), tensors, order)
+        else:
+            vector = _together(tensors, order, double)
+        parts.append((tuple(places), vector))
     return Norms(tuple(names), tuple(parts), tuple(unread))
 
 
@@ -77,7 +82,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
                 return None
             tensor = tensor._values()
         plain = tensor if type(tensor) in PLAIN else unwrapped(tensor)
-        if plain.layout is not torch.strided:
+        if plain.layout is not torch.strided or plain.is_nested:
             return None
         check_readable(plain)
     except (UnreadableError, RuntimeError, NotImplementedError):
@@ -85,6 +90,29 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if plain.is_complex():
         return torch.view_as_real(plain.resolve_conj())
     return plain if plain.is_floating_point() and plain.element_size() > 1 else None
+
+
+def _together(tensors: list[torch.Tensor], order: int, double: bool) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float64 if double else torch.float32))
+
+
+def _on_host(tensors: list[torch.Tensor], order: int, double: bool) -> torch.Tensor:
+    """Of large tensors by a dot product, which uses all threads and rounds less than the reduction, that uses one."""
+    dtype = torch.float64 if double else torch.float32
+    large = [place for place, tensor in enumerate(tensors) if order == 2 and _is_for_dot(tensor, dtype)]
+    if not large:
+        return _together(tensors, order, double)
+    norms = torch.empty(len(tensors), dtype=dtype)
+    flat = [tensors[place].view(-1) for place in large]
+    norms[large] = torch.stack([torch.dot(numbers, numbers) for numbers in flat]).sqrt_()
+    small = sorted(set(range(len(tensors))).difference(large))
+    if small:
+        norms[small] = _together([tensors[place] for place in small], order, double)
+    return norms
+
+
+def _is_for_dot(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype is dtype and tensor.numel() >= _LARGE and tensor.is_contiguous()
 
 
 def _beyond_float32(norms: torch.Tensor, tensors: Sequence[torch.Tensor], order: int) -> torch.Tensor:
