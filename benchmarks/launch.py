@@ -82,7 +82,7 @@ def cases(device: str) -> dict[str, tuple[Callable[[], object], int]]:
     rows = torch.tensor([UNTOUCHED] * _TENSORS, dtype=torch.int64, device=device)
     assert rows.shape[1] == WIDTH
     variant = fused_launch._variant(tensor.dtype, 0)
-    by_triton = (tensor.view(variant.bits), rows, 0, _ELEMENTS, *fused_launch._FLAT, *variant.constants)
+    by_triton = (tensor.view(variant.bits), rows, 0, _ELEMENTS, *fused_launch.FLAT, *variant.constants)
 
     def add_all() -> None:
         table.add_all(many, True)
@@ -91,7 +91,7 @@ def cases(device: str) -> dict[str, tuple[Callable[[], object], int]]:
         "FusedTable.add": (_repeated(lambda: table.add(tensor, True), table), _TIMES),
         "FusedTable.add of a transposed tensor": (_repeated(lambda: table.add(transposed, True), table), _TIMES),
         "FusedTable.add_all": (_repeated(add_all, table, 1), _TENSORS),
-        "launch": (_repeated(lambda: fused_launch.launch(tensor, rows, 0, 0, (), ())), _TIMES),
+        "launch": (_repeated(lambda: fused_launch.launch(tensor, _ELEMENTS, rows, 0)), _TIMES),
         "launch_batch": (_repeated(lambda: fused_launch.launch_batch(many, rows, 0), times=1), _TENSORS),
         "JITFunction.run": (
             _repeated(lambda: row_kernel[(1, 1)](*by_triton, num_warps=fused_launch.WARPS)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nantrace.stats.fused import DIMS, FORMATS, Codes, batch_kernel, row_kernel
+from nantrace.stats.fused import FORMATS, Codes, batch_kernel, row_kernel
 from nantrace.stats.launches import ALIGNED, Launches
 
 BATCHED = 1 << 16  # elements of the largest tensor that is worth sharing a launch
@@ -19,7 +19,7 @@ _PROGRAMS = 4  # a multiprocessor
 
 _ROW, _BATCH = Launches(row_kernel, num_warps=WARPS), Launches(batch_kernel, num_warps=WARPS)
 #: Sizes and steps of elements that lie one behind the other, which nobody reads.
-_FLAT = (1, 1, 1, 0, 0, 0, 0)
+FLAT = (1, 1, 1, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,11 @@ def relaunch(
     table: int,
     slot: int,
     walk: int = 0,
-    numbers: tuple[int, ...] = _FLAT,
+    numbers: tuple[int, ...] = FLAT,
 ) -> bool:
-    """Measures `count` elements at an address if a launch of this kind was prepared by `launch`; whether it was.
+    """Does what `launch` does with a tensor at an address; false, and nothing done, if that takes Triton.
 
-    Args:
-        dtype: of the elements, in `FORMATS`.
-        address: of the first.
-        count: one or more.
-        device: index of the current device, which holds them.
-        table: address of the table of `launch`.
-        slot, walk: as there.
-        numbers: the last three sizes and all `DIMS` steps.
+    `device` is the index of the current device, and `table` the address of the table.
     """
     variant = _variant(dtype, walk)
     programs = min(_programs(device), -(-count // variant.block))
@@ -71,27 +64,24 @@ def relaunch(
 
 
 def launch(
-    elements: torch.Tensor, table: torch.Tensor, slot: int, walk: int, sizes: tuple[int, ...], steps: tuple[int, ...]
+    tensor: torch.Tensor, count: int, table: torch.Tensor, slot: int, walk: int = 0, numbers: tuple[int, ...] = FLAT
 ) -> None:
-    """Measures a tensor of a dtype in `FORMATS` into a row of `table`, on the current stream.
-
-    Its device is the current one.
+    """Measures a tensor of a dtype in `FORMATS` into a row of `table`, on the current stream of the current device.
 
     Args:
-        elements: one element or more, without lazy conjugation or negation.
+        tensor: strided, without lazy conjugation or negation.
+        count: its elements in memory, one or more.
         table: int64 of shape (rows, `WIDTH`), contiguous.
         slot: the row, which holds `UNTOUCHED`.
         walk: as in `_measure`.
-        sizes, steps: at most `DIMS` of each; none if they lie one behind the other.
+        numbers: the last three sizes and all `DIMS` steps.
     """
-    gap = DIMS - len(sizes)
-    numbers = ((1,) * gap + sizes)[1:] + (0,) * gap + steps
-    dtype, count, device = elements.dtype, elements.numel(), elements.get_device()
-    address, rows = elements.data_ptr(), table.data_ptr()
+    dtype, device = tensor.dtype, tensor.get_device()
+    address, rows = tensor.data_ptr(), table.data_ptr()
     if relaunch(dtype, address, count, device, rows, slot, walk, numbers):
         return
     variant = _variant(dtype, walk)
-    bits = (torch.view_as_real(elements) if variant.pair else elements).view(variant.bits)
+    bits = (torch.view_as_real(tensor) if variant.pair else tensor).view(variant.bits)
     _ROW.through_triton(
         (dtype, walk, device, address % ALIGNED == 0, rows % ALIGNED == 0),
         (min(_programs(device), -(-count // variant.block)), 1),

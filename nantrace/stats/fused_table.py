@@ -1,13 +1,13 @@
 """The table of rows that the fused kernel fills on a CUDA device.
 
 Knows tensors, slots and threads; not what the kernel does, nor how streams are kept apart. A tensor that is plain
-memory, one element behind the other, is launched as soon as that is clear (`_quick`); what hides its values, lies in
-another order or was not launched before takes the longer way (`_put`).
+memory is launched as soon as that is clear (`_quick`); what hides its values, or is the first of its kind to be
+launched, takes the longer way (`_put`).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -19,26 +19,24 @@ from nantrace.stats.deferred import DeviceTable
 from nantrace.stats.exact import KERNEL, Row, Tally
 from nantrace.stats.formats import FLOAT_FORMATS, byte_format
 from nantrace.stats.fused import DIMS, FAR, FORMATS, UNTOUCHED
-from nantrace.stats.fused_launch import BATCHED, launch, launch_batch, relaunch
+from nantrace.stats.fused_launch import BATCHED, FLAT, launch, launch_batch, relaunch
 from nantrace.stats.host import strided_row, unread_row
 from nantrace.stats.layout import Layout, lay_out, row_major
 from nantrace.stats.rows import Rows
 from nantrace.stats.unwrap import PLAIN, check_readable, quiet, resolved, unwrapped
 
 _ROWS = 1024  # of the table that are allocated at once
-_NOTHING = torch.empty(0)
 
 
 class _Measured(NamedTuple):
     """A tensor whose row the kernel writes: where, and what turns it into the tensor's statistics.
 
-    `layout` is None if the tensor's elements lie one behind the other in its own order; it holds no elements, which
-    would stay alive until the rows are fetched.
+    `layout` is None if the tensor is contiguous.
     """
 
     slot: int
     dtype: torch.dtype
-    numel: int
+    elements: int  # in memory: expanded ones count once
     walk: int = 0
     layout: Layout | None = None
 
@@ -46,7 +44,7 @@ class _Measured(NamedTuple):
         nan, posinf, neginf, low, high, least, first, zero, subnormal, saturated = numbers
         layout, repeats = self.layout, self.layout.repeats if self.layout else 1
         bad = nan + posinf + neginf
-        finite = self.numel // repeats - bad
+        finite = self.elements - bad
         tally = Tally(finite, nan, posinf, neginf, zero=zero, subnormal=subnormal, saturated=saturated)
         if tally.finite:
             tally.see(_number(self.dtype, low), _number(self.dtype, high))
@@ -110,7 +108,7 @@ class FusedTable:
         small: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
         with quiet():
             for i, tensor in enumerate(tensors):
-                if self._is_plain(tensor) and tensor.numel() <= BATCHED:
+                if self._is_plain(tensor) and _is_small(tensor):
                     small.setdefault(tensor.dtype, []).append((i, tensor))
                 else:
                     places[i] = self.add(tensor, full)
@@ -144,14 +142,18 @@ class FusedTable:
             return None
         if self._cuda and (torch.cuda.current_device() != self._index or self._capturing()):
             return None
-        dtype, numel, address = tensor.dtype, tensor.numel(), tensor.data_ptr()
+        reach, count, walk, numbers, layout = _plan(tensor)
+        if walk is None or (tensor.storage_offset() + reach) * tensor.itemsize > tensor.untyped_storage().nbytes():
+            return None
+        dtype, address = tensor.dtype, tensor.data_ptr()
         with self._lock:
             slot, block = self._rows.take(1)
-            if not relaunch(dtype, address, numel, self._index, block.address, slot % _ROWS):
+            if not relaunch(dtype, address, count, self._index, block.address, slot % _ROWS, walk, numbers):
                 self._rows.give_back(1)
                 return None
             self._rows.wrote(block)
-            return self._keep(full, _Measured(slot, dtype, numel))
+            self._slots.append((full, _Measured(slot, dtype, count, walk, layout)))
+            return len(self._slots) - 1
 
     def _put(self, tensor: torch.Tensor, full: bool) -> int:
         if self._capturing():
@@ -165,21 +167,18 @@ class FusedTable:
         if tensor.numel() == 0 or tensor._is_zerotensor():  # known without reading
             return self._keep(full, strided_row(tensor, full))
         tensor = resolved(tensor)
-        layout, walk = _walk(tensor)
-        if walk and len(layout.sizes) > DIMS:
+        _, count, walk, numbers, layout = _plan(tensor)
+        if walk is None:
             return self._keep(full, self._others.add(tensor, full))
-        steps = layout.elements.stride() if walk == 2 else layout.places
-        numbers = (layout.sizes, steps) if walk else ((), ())
         with self._lock:
             slot, block = self._rows.take(1)
             try:
-                launch(layout.elements, block.rows, slot % _ROWS, walk, *numbers)
+                launch(tensor, count, block.rows, slot % _ROWS, walk, numbers)
             except Exception as error:
                 self._give_up(error)
                 return self._keep(full, self._others.add(tensor, full))
             self._rows.wrote(block)
-            order = dataclasses.replace(layout, elements=_NOTHING)
-            return self._keep(full, _Measured(slot, tensor.dtype, tensor.numel(), walk, order))
+            return self._keep(full, _Measured(slot, tensor.dtype, count, walk, layout))
 
     def _keep(self, full: bool, put: Row | _Measured | int) -> int:
         with self._lock:
@@ -217,7 +216,7 @@ class FusedTable:
         return begin
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's elements lie in this device's memory, one behind the other, as floats of a known format.
+        """Whether a tensor is nothing but floats of a known format in this device's memory, if that was not freed.
 
         Its dispatch keys tell it from all that is lazy, wrapped, sparse or without values.
         """
@@ -227,11 +226,9 @@ class FusedTable:
                 and tensor.dtype in FORMATS
                 and torch._C._dispatch_keys(tensor).raw_repr() in self._keys
                 and tensor.get_device() == self._index
-                and tensor.is_contiguous()
-                and (count := tensor.numel()) > 0
-                and (tensor.storage_offset() + count) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+                and tensor.numel() > 0
             )
-        except Exception:  # a storage that cannot be asked, a PyTorch without keys
+        except Exception:  # a tensor that cannot be asked
             return False
 
     def _here(self) -> AbstractContextManager[Any]:
@@ -239,6 +236,16 @@ class FusedTable:
 
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor can share a launch."""
+    count = tensor.numel()
+    return (
+        count <= BATCHED
+        and tensor.is_contiguous()
+        and (tensor.storage_offset() + count) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _plain_keys(device: torch.device) -> frozenset[int]:
@@ -249,6 +256,40 @@ def _plain_keys(device: torch.device) -> frozenset[int]:
             with torch.inference_mode(inference):
                 keys.add(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
     return frozenset(keys)
+
+
+class _Plan(NamedTuple):
+    """How the kernel goes through a tensor, which its shape and strides say.
+
+    `walk` is None if the kernel cannot, and `numbers` are the sizes and steps of the walk.
+    """
+
+    reach: int  # elements of the memory from the tensor's first one to its last
+    elements: int  # of them that are the tensor's
+    walk: int | None
+    numbers: tuple[int, ...]
+    layout: Layout | None  # of no memory: it would stay alive until the rows are fetched
+
+
+def _plan(tensor: torch.Tensor) -> _Plan | tuple[int, int, int, tuple[int, ...], None]:
+    if tensor.is_contiguous():
+        count = tensor.numel()
+        return count, count, 0, FLAT, None
+    return _plan_with_strides(tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(4096)
+def _plan_with_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> _Plan:
+    with quiet():
+        layout, walk = _walk(torch.empty_strided(shape, stride, device="meta"))
+        count, steps = layout.elements.numel(), layout.elements.stride() if walk == 2 else layout.places
+    reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if walk == 0:
+        return _Plan(reach, count, 0, FLAT, layout)
+    if len(layout.sizes) > DIMS:
+        return _Plan(reach, count, None, (), layout)
+    gap = DIMS - len(layout.sizes)
+    return _Plan(reach, count, walk, ((1,) * gap + layout.sizes)[1:] + (0,) * gap + steps, layout)
 
 
 def _walk(tensor: torch.Tensor) -> tuple[Layout, int]:

@@ -103,17 +103,17 @@ def beside_triton() -> dict[str, Any]:
     flat = torch.zeros(1 << 14)
     rows = torch.zeros(16, fused.WIDTH, dtype=torch.int64)
     cases: dict[str, tuple[Any, ...]] = {
-        "float32": (flat, 0, (), ()),
-        "float32 unaligned": (flat[1:], 0, (), ()),
-        "float32 in another order": (flat, 1, (128, 128), (1, 128)),
-        "float32 with gaps": (flat.view(128, 128)[:, :5], 2, (128, 5), (128, 1)),
-        "float16": (flat.half(), 0, (), ()),
-        "complex64": (torch.view_as_complex(flat.view(-1, 2)), 0, (), ()),
-        "float8_e4m3fn": (flat.to(torch.float8_e4m3fn), 0, (), ()),
-        "float8 of 2**33 elements": (flat[:1].to(torch.float8_e4m3fn).expand(2**33), 0, (), ()),
+        "float32": (flat, 1 << 14),
+        "float32 unaligned": (flat[1:], (1 << 14) - 1),
+        "float32 in another order": (flat, 1 << 14, 1, (1, 128, 128, 0, 0, 1, 128)),
+        "float32 with gaps": (flat.view(128, 128)[:, :5], 640, 2, (1, 1, 5, 0, 0, 128, 1)),
+        "float16": (flat.half(), 1 << 14),
+        "complex64": (torch.view_as_complex(flat.view(-1, 2)), 1 << 13),
+        "float8_e4m3fn": (flat.to(torch.float8_e4m3fn), 1 << 14),
+        "float8 of 2**33 elements": (flat[:1].to(torch.float8_e4m3fn), 2**33),
     }
-    for name, (elements, walk, sizes, steps) in cases.items():
-        arguments = (elements, rows, 7, walk, sizes, steps)
+    for name, (tensor, count, *walk) in cases.items():
+        arguments = (tensor, count, rows, 7, *walk)
         for _ in range(2):
             calls_of(fused_launch.launch, *arguments)
         direct = calls_of(fused_launch.launch, *arguments)
@@ -175,7 +175,7 @@ def elsewhere() -> bool:
     """Whether what was learned of one device is launched on another."""
     flat, rows = torch.zeros(64), torch.zeros(16, fused.WIDTH, dtype=torch.int64)
     for _ in range(2):
-        fused_launch.launch(flat, rows, 0, 0, (), ())
+        fused_launch.launch(flat, 64, rows, 0)
     place = (flat.dtype, flat.data_ptr(), 64)
     assert fused_launch.relaunch(*place, -1, rows.data_ptr(), 0)
     fused_launch._programs = lambda device: 3
