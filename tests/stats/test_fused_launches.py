@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ from tests.stats.tensors import LAYOUTS, fill, same
 from tests.stats.test_properties import tensors
 
 ROOT = Path(__file__).parents[2]
+STREAM = 0x5EED  # of launch_scenarios.py
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,25 @@ def test_a_direct_launch_that_fails_gives_way_to_triton_and_that_to_several_pass
     failing = scenarios["failing"]
     assert failing["gave way"] == failing["never again"] == [False] and failing["after"] == []
     assert failing["failures"] == [None, "RuntimeError: out of luck"] and failing["last"] == [0, 63]
+
+
+def test_the_launcher_in_c_takes_what_a_direct_launch_passes(tmp_path: Path) -> None:
+    """Addresses as integers, constants that it skips, no hooks."""
+    nvidia = Path(sys.modules["triton"].__file__ or "").parent / "backends" / "nvidia"
+    compiler, headers = shutil.which("cc"), Path(sysconfig.get_path("include")) / "Python.h"
+    if not (compiler and headers.exists() and (nvidia / "include" / "cuda.h").exists()):
+        pytest.skip("building Triton's launcher takes a C compiler and the headers of Python and CUDA")
+    source, library = ROOT / "tests" / "stats" / "no_device.c", tmp_path / "libcuda.so.1"
+    build = [compiler, "-shared", "-fPIC", "-w", f"-I{nvidia / 'include'}", str(source), "-o", str(library)]
+    subprocess.run([*build, "-Wl,-soname,libcuda.so.1"], check=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "HOME": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_LIBCUDA_PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.stats.launcher_scenario"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    addresses, *lines = done.stdout.splitlines()
+    where = f"launch 4 1 1 256 {STREAM - 1} 7 {addresses} 7"  # grid, threads, stream, function, pointers, slot
+    assert lines == [f"{where} 5000 1 1 1 0 0 0 0"] * 4 + [f"{where} {2**33} 1 1 1 0 0 0 0"]
 
 
 @pytest.fixture
