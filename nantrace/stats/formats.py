@@ -93,6 +93,16 @@ class ByteFormat:
         """Whether a byte is one number: these rise or fall over either half of the bytes, nonfinite ones at an end."""
         return bool(self.values.shape[1] == 1)
 
+    @functools.cached_property
+    def outward(self) -> bool:
+        """Whether the largest byte of either half tells its largest magnitude, and whether any is nonfinite."""
+        if not self.monotone:
+            return False
+        halves = np.abs(self.values.reshape(2, 128))
+        finite = np.isfinite(halves)
+        rises = np.all((np.diff(halves) > 0) | ~finite[:, 1:]) and np.all(finite[:, :-1] >= finite[:, 1:])
+        return bool(rises and np.signbit(self.values[128:]).all() and not finite[:, -1].any())
+
 
 #: By name, for a dtype that this PyTorch may not have: exponent of the smallest normal number.
 _SMALLEST_NORMAL = {

@@ -1,6 +1,6 @@
 """Statistics of one tensor, read on the host. Knows every kind of tensor; has no opinion on the numbers.
 
-`extremes` is what hooks call: it serves a finite tensor in host memory, contiguous or small, in a few microseconds, and
+`extremes` is what hooks call: it serves a finite tensor in host memory, dense or small, in a few microseconds, and
 leaves all else to `measure`, the careful path. `row` is either of them. It and `measure` hold their own guards: callers
 need no `no_grad`, and no mode, transform or subclass of the user sees the reading.
 
@@ -18,12 +18,13 @@ from typing import Any, Literal
 import torch
 
 from nantrace.events import TensorStats
-from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, RANGE, Row, byte_row, float_row, integer_row
-from nantrace.stats.formats import FLOAT_FORMATS, is_byte_float
+from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, RANGE, Row, byte_extremes, byte_row, float_row, integer_row
+from nantrace.stats.formats import FLOAT_FORMATS, byte_format, is_byte_float
 from nantrace.stats.special import jagged_row, nested_row, sparse_row
 from nantrace.stats.unwrap import PLAIN, UnreadableError, check_readable, quiet, resolved, unwrapped
 
 _aminmax = torch.aminmax
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _grad_enabled = torch.is_grad_enabled
@@ -62,14 +63,16 @@ def row(tensor: torch.Tensor, full: bool = False) -> Row:
 
 
 def extremes(tensor: torch.Tensor) -> tuple[int, float, float] | None:
-    """(numel, min, max) of a finite plain tensor in host memory, contiguous or small; None for any other.
+    """(numel, min, max) of a finite plain tensor in host memory, dense or small; None for any other.
 
     Gradient mode must be off and no mode active.
     """
     if type(tensor) in PLAIN:
         try:
-            numel, pool = tensor.numel(), _outputs[tensor.dtype]
-            if (numel <= _SMALL or tensor.is_contiguous()) and tensor.is_cpu:
+            numel, pool = tensor.numel(), _outputs.get(tensor.dtype)
+            if pool is None or not (numel <= _SMALL or tensor.is_contiguous()):
+                return _dense_extremes(tensor)
+            if tensor.is_cpu:
                 pair, view = pool.pop() if pool else extent_output(tensor.dtype)
                 _aminmax(tensor, out=pair)
                 low, high = view.tolist()
@@ -79,6 +82,23 @@ def extremes(tensor: torch.Tensor) -> tuple[int, float, float] | None:
         except Exception:  # sparse, nested, empty, freed, wrapped, of a rare dtype: the careful path knows
             pass
     return None
+
+
+def _dense_extremes(tensor: torch.Tensor) -> tuple[int, float, float] | None:
+    """The same of dense elements in whatever order, of complex numbers and of float8, in the order of their memory."""
+    if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
+        return None
+    check_readable(tensor)
+    numel = tensor.numel()
+    flat = tensor.as_strided((numel,), (1,))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    if flat.dtype in _outputs:
+        found = extremes(flat)
+        return None if found is None else (numel, *found[1:])
+    form = byte_format(flat.dtype) if is_byte_float(flat.dtype) else None
+    ends = byte_extremes(flat.view(torch.uint8), form) if form is not None and form.monotone else None
+    return None if ends is None else (numel, *ends)
 
 
 def extent_output(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:

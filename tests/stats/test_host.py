@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nantrace.events import TensorStats
-from nantrace.stats import exact
+from nantrace.stats import exact, host
 from nantrace.stats.exact import merge
-from nantrace.stats.host import is_finite, row, tensor_stats
+from nantrace.stats.host import extremes, is_finite, row, tensor_stats
 from nantrace.stats.reference import reference_row
 from tests.stats.kinds import READABLE, READABLE_ON_HOST, UNREADABLE
 from tests.stats.tensors import BYTES, DTYPES, LAYOUTS, PATTERNS, fill, in_range_mode, same
@@ -40,6 +40,24 @@ def test_a_tensor_read_in_many_pieces_gives_the_same_row(layout: str, monkeypatc
             tensor = LAYOUTS[layout](fill(dtype, pattern, 240))
             assert same(row(tensor, full=True), reference_row(tensor)), (dtype, pattern)
             assert same(row(tensor), in_range_mode(reference_row(tensor))), (dtype, pattern)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_large_tensors_in_any_order_of_memory_give_the_same_row(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_SMALL", 0)
+    for dtype in DTYPES:
+        for pattern in PATTERNS:
+            tensor = LAYOUTS[layout](fill(dtype, pattern, 240))
+            assert same(row(tensor), in_range_mode(reference_row(tensor))), (dtype, pattern)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.float8_e5m2], ids=str)
+def test_dense_memory_that_was_freed_is_not_read_in_any_order(dtype: torch.dtype) -> None:
+    tensor = torch.ones(100, 60, dtype=dtype).t()
+    assert extremes(tensor) == (6000, 0.0 if dtype.is_complex else 1.0, 1.0)
+    tensor.untyped_storage().resize_(16)
+    assert extremes(tensor) is None
+    assert row(tensor)[0] == 6000 and row(tensor)[12] == 0  # no column was read
 
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
