@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nantrace.stats.formats import FLOAT_FORMATS, ByteFormat, FloatFormat, byte_format
+from nantrace.stats.formats import FLOAT_FORMATS, FloatFormat
 from nantrace.stats.layout import Layout, array_of, lay_out, pieces, row_major
 
 PIECE = 64 * 1024  # elements
-_BYTES = 1024 * 1024  # elements of one byte
 _POSITIONS = 64 * 1024  # more nonfinite elements than this are not sorted by place, the first is searched for
 _LIMIT = 2**32 - 1  # where the event's optional counts stop
 
@@ -224,84 +223,6 @@ def _search(layout: Layout, form: FloatFormat) -> int:
         if len(bad):
             return layout.flat_index(bad[:1] + before)
         before += len(codes)
-    raise AssertionError("a nonfinite element was counted and is not there")
-
-
-def byte_row(tensor: torch.Tensor, full: bool) -> Row:
-    """The row of a nonempty tensor of one byte an element, from how often each of the 256 bytes occurs.
-
-    Of numbers that are all finite the extreme bytes tell the range, which is cheaper to find.
-    """
-    form = byte_format(tensor.dtype)
-    layout = lay_out(tensor.view(torch.uint8))
-    if not full and form.monotone:
-        ends = byte_extremes(layout.elements, form)
-        if ends is not None:
-            numel = tensor.numel()
-            return (numel, numel, 0, 0, 0, *ends, NAN, -1, 0, 0, 0, RANGE)
-    histogram = torch.zeros(256, dtype=torch.int64)
-    for piece in pieces(layout.elements, 16 * PIECE):
-        histogram += torch.bincount(piece, minlength=256)
-    counts = histogram.numpy()
-    values, magnitudes = form.values, np.abs(form.values)
-    is_nan: Mask = np.logical_or.reduce(np.isnan(values), axis=1)
-    bad: Mask = np.logical_or.reduce(~np.isfinite(values), axis=1)
-    posinf = (values == np.inf).any(1) & ~is_nan
-    subnormal = ((magnitudes > 0) & (magnitudes < form.normal)).any(1) & ~bad
-
-    def total(mask: Mask) -> int:
-        return int(counts[mask].sum())
-
-    tally = Tally(finite=total(~bad), nan=total(is_nan), posinf=total(posinf), neginf=total(bad & ~is_nan & ~posinf))
-    tally.zero, tally.subnormal = total((values == 0).all(1)), total(subnormal)
-    tally.saturated = total((magnitudes == form.largest).any(1) & ~bad)
-    present = values[(counts > 0) & ~bad]
-    if present.size:
-        tally.see(float(present.min()), float(present.max()))
-        tally.absmin = float(np.abs(present[present != 0]).min(initial=math.inf))
-    if tally.finite < tensor.numel() // layout.repeats:
-        tally.first_bad = _first_byte(row_major(layout), bad)
-    return tally.row(full, layout.repeats)
-
-
-def byte_extremes(elements: torch.Tensor, form: ByteFormat) -> tuple[float, float] | None:
-    """Smallest and largest number of bytes of a monotone format; None if one is nonfinite."""
-    codes = _outer_bytes(elements) if form.outward else _ends_of_halves(elements)
-    ends = form.values[codes, 0]
-    return (float(ends.min()) + 0.0, float(ends.max()) + 0.0) if np.isfinite(ends).all() else None
-
-
-def _outer_bytes(elements: torch.Tensor) -> list[int]:
-    """The bytes of the smallest and the largest number of an outward format, in either order."""
-    highest, above = 0, -128
-    for array in _byte_pieces(elements):  # read twice, the second time from the cache
-        highest, above = max(highest, int(array.max())), max(above, int(array.view(np.int8).max()))
-    if highest >= 128 and above >= 0:
-        return [highest, above]
-    return [highest, min(int(array.min()) for array in _byte_pieces(elements))]  # all of one sign
-
-
-def _ends_of_halves(elements: torch.Tensor) -> list[int]:
-    """The smallest and largest byte, and those of the bytes read as signed: the ends of either half of the codes."""
-    ends = []
-    for array in _byte_pieces(elements):
-        signed = array.view(np.int8)
-        ends.append((array.min(), array.max(), signed.min(), signed.max()))
-    lowest, highest, below, above = zip(*ends, strict=True)
-    return [int(min(lowest)), int(max(highest)), int(min(below)) % 256, int(max(above)) % 256]
-
-
-def _byte_pieces(elements: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
-    return (array_of(piece) for piece in pieces(elements, _BYTES))
-
-
-def _first_byte(layout: Layout, bad: Mask) -> int:
-    before = 0
-    for piece in pieces(layout.elements, PIECE):
-        found = np.flatnonzero(bad[array_of(piece)])
-        if len(found):
-            return layout.flat_index(found[:1] + before)
-        before += len(piece)
     raise AssertionError("a nonfinite element was counted and is not there")
 
 

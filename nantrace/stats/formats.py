@@ -94,14 +94,30 @@ class ByteFormat:
         return bool(self.values.shape[1] == 1)
 
     @functools.cached_property
+    def numbers(self) -> list[float]:
+        """What each byte of a monotone format stands for."""
+        numbers: list[float] = self.values[:, 0].tolist()
+        return numbers
+
+    @functools.cached_property
+    def nonfinite(self) -> npt.NDArray[np.bool_]:
+        """Which bytes are NaN or infinite, of a pair either part."""
+        either: npt.NDArray[np.bool_] = np.logical_or.reduce(~np.isfinite(self.values), axis=1)
+        return either
+
+    @functools.cached_property
+    def first_nonfinite(self) -> int:
+        """The smallest byte that is nonfinite."""
+        return int(self.nonfinite.argmax())
+
+    @functools.cached_property
     def outward(self) -> bool:
-        """Whether the largest byte of either half tells its largest magnitude, and whether any is nonfinite."""
-        if not self.monotone:
+        """Whether magnitudes rise over either half, the upper one negative, and nonfinite ones are at both tops."""
+        tops = np.tile(np.arange(128) >= self.first_nonfinite, 2)
+        if not self.monotone or not self.nonfinite.any() or not np.array_equal(self.nonfinite, tops):
             return False
-        halves = np.abs(self.values.reshape(2, 128))
-        finite = np.isfinite(halves)
-        rises = np.all((np.diff(halves) > 0) | ~finite[:, 1:]) and np.all(finite[:, :-1] >= finite[:, 1:])
-        return bool(rises and np.signbit(self.values[128:]).all() and not finite[:, -1].any())
+        halves = np.abs(self.values.reshape(2, 128)[:, : self.first_nonfinite])
+        return bool((np.diff(halves) > 0).all() and np.signbit(self.values[128 : 128 + self.first_nonfinite]).all())
 
 
 #: By name, for a dtype that this PyTorch may not have: exponent of the smallest normal number.

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 
 from nantrace.events import TensorStats
-from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, RANGE, Row, byte_extremes, byte_row, float_row, integer_row
+from nantrace.stats.byte_rows import byte_extremes, byte_row
+from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, RANGE, Row, float_row, integer_row
 from nantrace.stats.formats import FLOAT_FORMATS, byte_format, is_byte_float
 from nantrace.stats.special import jagged_row, nested_row, sparse_row
 from nantrace.stats.unwrap import PLAIN, UnreadableError, check_readable, quiet, resolved, unwrapped
@@ -86,18 +87,17 @@ def extremes(tensor: torch.Tensor) -> tuple[int, float, float] | None:
 
 def _dense_extremes(tensor: torch.Tensor) -> tuple[int, float, float] | None:
     """The same of dense elements in whatever order, of complex numbers and of float8, in the order of their memory."""
-    if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
+    numel = tensor.numel()
+    if not numel or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
         return None
     check_readable(tensor)
-    numel = tensor.numel()
     flat = tensor.as_strided((numel,), (1,))
     if flat.is_complex():
         flat = torch.view_as_real(flat)
     if flat.dtype in _outputs:
         found = extremes(flat)
         return None if found is None else (numel, *found[1:])
-    form = byte_format(flat.dtype) if is_byte_float(flat.dtype) else None
-    ends = byte_extremes(flat.view(torch.uint8), form) if form is not None and form.monotone else None
+    ends = byte_extremes(flat.view(torch.uint8), byte_format(flat.dtype)) if is_byte_float(flat.dtype) else None
     return None if ends is None else (numel, *ends)
 
 
