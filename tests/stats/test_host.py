@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nantrace.events import TensorStats
-from nantrace.stats import exact, host
+from nantrace.stats import byte_rows, exact, host
 from nantrace.stats.exact import merge
 from nantrace.stats.host import extremes, is_finite, row, tensor_stats
 from nantrace.stats.reference import reference_row
@@ -35,7 +35,9 @@ def test_a_row_says_what_the_reference_says(dtype: torch.dtype, layout: str) -> 
 def test_a_tensor_read_in_many_pieces_gives_the_same_row(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "PIECE", 7)
     monkeypatch.setattr(exact, "_POSITIONS", 20)
-    for dtype in (torch.float32, torch.complex64, torch.float8_e5m2, torch.int16):
+    monkeypatch.setattr(byte_rows, "_SHORT", 7)
+    monkeypatch.setattr(byte_rows, "_LONG", 11)
+    for dtype in (torch.float32, torch.complex64, torch.float8_e5m2, torch.float8_e4m3fn, torch.int16):
         for pattern in PATTERNS:
             tensor = LAYOUTS[layout](fill(dtype, pattern, 240))
             assert same(row(tensor, full=True), reference_row(tensor)), (dtype, pattern)
