@@ -6,6 +6,7 @@ as the rows of an embedding that tokens named, nothing is said of the update. Ch
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -115,10 +116,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _elements(parameter: torch.Tensor) -> torch.Tensor:
     """Evenly spread elements in the order of memory, as a view; of a matrix not all in one column."""
     count = parameter.numel()
-    every = max(1, count // _ELEMENTS)
-    while math.gcd(every, parameter.shape[-1] if parameter.dim() else 1) > 1:
-        every -= 1
+    every = _spread(count, parameter.shape[-1] if parameter.dim() else 1)
     return parameter.detach().as_strided((-(-count // every),), (every,), parameter.storage_offset())
+
+
+@functools.lru_cache(4096)
+def _spread(count: int, columns: int) -> int:
+    """How far apart elements are taken."""
+    every = max(1, count // _ELEMENTS)
+    while math.gcd(every, columns) > 1:
+        every -= 1
+    return every
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
