@@ -28,6 +28,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.debug_utils import DebugUnderflowOverflow
 
 import nantrace
+from nantrace.capture import lifecycle
+from nantrace.capture.calls import CallRecorder
 from nantrace.capture.tracer import Tracer
 
 Mode = Callable[[Any, Any], contextlib.AbstractContextManager[Any]]
@@ -67,7 +69,6 @@ def modes(path: str) -> dict[str, Mode]:
         "nantrace all modules and ops": tracer(ops=True),
         "nantrace depth 1": tracer(depth=1),
         "nantrace root only": tracer(depth=0),
-        "nantrace ledger only": tracer(stats="none"),
         "nantrace imported, off": lambda model, optimizer: contextlib.nullcontext(),
         "torch detect_anomaly": lambda model, optimizer: torch.autograd.detect_anomaly(check_nan=True),
         "transformers DebugUnderflowOverflow": transformers_debug,
@@ -139,6 +140,77 @@ def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, A
         yield row("bare step", "ms", [1e3 * seconds for seconds in bare])
         for name, values in ratios.items():
             yield row(name, "ratio", values)
+
+
+_SAMPLING = 8  # steps: of one in so many the ledger compares the weights as well
+
+
+def ledger_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
+    """The ledger alone, which costs less than one step differs from the next.
+
+    Two equal models step in turn, one of them traced, so that each traced step stands between two bare ones; for the
+    second half of the steps the other one is traced. The same with neither traced says how far to trust the figure.
+    The last row is the share of the step that passes within nantrace's own functions.
+    """
+    twins = [language_model(device), language_model(device)]
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    shares: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for (model, optimizer, step), (_, _, bare) in (twins, twins[::-1]):
+            for traced, found in ratios.items():
+                mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+                if traced:
+                    path = os.path.join(folder, "ledger.h5")
+                    mode = nantrace.trace(model, path, overwrite=True, optimizer=optimizer, stats="none")
+                with mode, own_time() as spent:
+                    for inside, own, outside in in_turn(device, step, bare, pairs * _SAMPLING, spent):
+                        found.append(inside / outside)
+                        shares += [own / outside] if traced else []
+    yield row("nantrace ledger only", "ratio", ratios[True])
+    yield row("a twin, nothing traced", "ratio", ratios[False])
+    yield row("nantrace ledger only, its own functions", "share", shares)
+
+
+def in_turn(
+    device: str, step: Callable[[], None], bare: Callable[[], None], steps: int, spent: list[float]
+) -> Iterator[tuple[float, float, float]]:
+    """Of each step its seconds, those that were added to `spent`, and the mean of the bare steps on either side."""
+    for _ in range(_SAMPLING):
+        step()
+        bare()
+    before = timed(device, bare)
+    for _ in range(steps):
+        began = spent[0]
+        inside = timed(device, step)
+        own, after = spent[0] - began, timed(device, bare)
+        yield inside, own, (before + after) / 2
+        before = after
+
+
+@contextlib.contextmanager
+def own_time() -> Iterator[list[float]]:
+    """Adds up, in a list of one number, the seconds of what PyTorch's hooks and wrapped methods call of nantrace."""
+    spent = [0.0]
+    places = ((lifecycle, "_tell_all"), (CallRecorder, "begin"), (CallRecorder, "end"))
+    originals = [getattr(owner, name) for owner, name in places]
+
+    def clocked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+        return call
+
+    try:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, clocked(original))
+        yield spent
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def tensor_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
@@ -225,6 +297,7 @@ def main() -> None:
         {**measured, **where}
         for measured in (
             *tensor_rows(arguments.device, arguments.pairs),
+            *ledger_rows(arguments.device, arguments.pairs),
             *step_rows(arguments.device, arguments.pairs, arguments.only),
         )
     ]
