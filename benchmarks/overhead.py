@@ -1,9 +1,9 @@
 """What tracing costs: a training step of a GPT-2-like model with and without it, and the price of a recorded tensor.
 
-Each mode's step runs between two bare steps, in one process, again and again; the figure is the median over these
-pairs of the ratio to their mean. Machines are noisy: read ratios, not seconds.
+Each mode's steps run between bare steps, in one process, again and again; the figure is the median over these pairs of
+the ratio to their mean. Machines are noisy: read ratios, not seconds.
 
-    python benchmarks/overhead.py [--device cuda] [--pairs 15] [--out benchmarks/results/overhead-cpu.csv]
+    python benchmarks/overhead.py [--device cuda] [--pairs 7] [--out benchmarks/results/overhead-cpu.csv]
 """
 
 from __future__ import annotations
@@ -102,25 +102,28 @@ def timed(device: str, step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a bare step, the mean of one before and one after, and of a second step inside the mode.
+_IN_A_ROW = 3  # steps whose median is taken
 
-    The end of the traced step, where rows are drained and written, falls into the next one's beginning and is timed.
+
+def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a bare step, from some before and some after, and of a step inside the mode, after a first one.
+
+    The end of a traced step, where rows are drained and written, falls into the next one's beginning and is timed.
     """
-    before = timed(device, step)
+    before = several(device, step, _IN_A_ROW)
     with mode(model, optimizer):
         step()
-        inside = timed(device, step)
+        inside = several(device, step, _IN_A_ROW)
     step()  # the first step after a mode may have to warm up again
-    return (before + timed(device, step)) / 2, inside
+    return (before + several(device, step, _IN_A_ROW)) / 2, inside
 
 
 _SEVERAL = 9
 
 
-def several(device: str, step: Callable[[], None]) -> float:
+def several(device: str, step: Callable[[], None], steps: int = _SEVERAL) -> float:
     """The median of a few steps, which takes a step's hiccups away and is over before the machine changes its pace."""
-    return statistics.median(timed(device, step) for _ in range(_SEVERAL))
+    return statistics.median(timed(device, step) for _ in range(steps))
 
 
 def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, Any]]:
@@ -288,7 +291,7 @@ def surroundings(device: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--only", help="only modes whose name contains this")
     parser.add_argument("--out", type=Path, help="CSV file; default benchmarks/results/overhead-DEVICE.csv")
     arguments = parser.parse_args()
