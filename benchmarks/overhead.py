@@ -166,7 +166,7 @@ def ledger_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
                     path = os.path.join(folder, "ledger.h5")
                     mode = nantrace.trace(model, path, overwrite=True, optimizer=optimizer, stats="none")
                 with mode, own_time() as spent:
-                    for inside, own, outside in in_turn(device, step, bare, pairs * _SAMPLING, spent):
+                    for inside, own, outside in in_turn(device, step, bare, max(1, pairs // 2) * _SAMPLING, spent):
                         found.append(inside / outside)
                         shares += [own / outside] if traced else []
     yield row("nantrace ledger only", "ratio", ratios[True])
