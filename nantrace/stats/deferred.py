@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ _BLOCK = 1024  # rows
 _WIDTH = 10  # nan, posinf, neginf, low, high, first bad, absmin, zero, subnormal, saturated
 _LIMIT = 2**32 - 1
 _LEAST, _MOST = -(2**63), 2**63 - 1
+_NOTHING = torch.empty(0)
 
 Number = Callable[[int], float]
 
@@ -45,7 +46,7 @@ class _Piece:
 class _Strided:
     """What was put into the table of one strided tensor."""
 
-    layout: Layout
+    layout: Layout  # of no memory: it would stay alive until the rows are fetched
     pieces: tuple[_Piece, ...]
 
 
@@ -111,7 +112,8 @@ class DeviceTable:
         else:
             measure = _Integers(unsigned=tensor.dtype == torch.uint64)
         layout = row_major(lay_out(tensor))
-        return _Strided(layout, tuple(self._write(piece, measure, full) for piece in pieces(layout.elements, PIECE)))
+        written = tuple(self._write(piece, measure, full) for piece in pieces(layout.elements, PIECE))
+        return _Strided(replace(layout, elements=_NOTHING), written)
 
     def _write(self, piece: torch.Tensor, measure: _Measure, full: bool) -> _Piece:
         columns = measure.columns(piece, full)

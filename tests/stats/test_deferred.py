@@ -62,6 +62,16 @@ def test_a_row_is_that_of_the_values_when_it_was_added() -> None:
     assert same(table.drain()[0], reference_row(torch.tensor([1.0, float("nan")])))
 
 
+def test_a_tensor_that_was_added_is_not_kept_alive() -> None:
+    table, tensor = DeviceTable("cpu"), torch.randn(4, 6).t()
+    memory = tensor.untyped_storage()._weak_ref()
+    expected = in_range_mode(reference_row(tensor))
+    table.add(tensor, full=False)
+    del tensor
+    assert torch.UntypedStorage._expired(memory)
+    assert same(table.drain()[0], expected)
+
+
 def test_adding_asks_the_device_for_nothing() -> None:
     table = DeviceTable("cpu")
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
