@@ -11,6 +11,7 @@ from nantrace.cli.answers import finish, print_json, print_out, verdict_text
 from nantrace.cli.console import UnderWay, knows_unicode, note, sentences, width, writing
 
 if TYPE_CHECKING:
+    from nantrace.events import Trace
     from nantrace.render.report import Report
 
 
@@ -65,8 +66,9 @@ def info(trace: str) -> None:
     type=click.Choice(["csv", "parquet", "tensorboard", "chrome-trace"]),
     help="What to write.",
 )
+@click.option("--step", type=int, metavar="N", help="Only the rows of step N, counted from 0.")
 @click.option("-o", "--output", type=click.Path(), help="Where; beside the trace if left out. Nothing is replaced.")
-def export(trace: str, form: Any, output: str | None) -> None:
+def export(trace: str, form: Any, step: int | None, output: str | None) -> None:
     """Write a TRACE for other tools: a table (csv, parquet), curves (tensorboard), or its order (chrome-trace)."""
     work = UnderWay()
     with sentences(so_far=lambda: work):
@@ -74,13 +76,22 @@ def export(trace: str, form: Any, output: str | None) -> None:
         from nantrace.export.export import default_path
         from nantrace.export.export import export as write
 
-        target = default_path(trace, form) if output is None else output
+        target = default_path(trace, form, step) if output is None else output
         with work:
             loaded = load(trace, progress=work.tell)
+            if step is not None:
+                loaded = _one_step(loaded, step)
             with writing(target):
                 made = write(loaded, form, target, work.tell)
         note(f"Wrote {made.path}: {made.written}.")
         note(f"Next: {shlex.join(made.command or ('nantrace', 'report', trace))}")
+
+
+def _one_step(trace: Trace, number: int) -> Trace:
+    try:
+        return trace.step(number)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--step") from None
 
 
 def _save(report: Report, output: str) -> None:

@@ -34,9 +34,10 @@ class Exported:
     command: tuple[str, ...] | None = None
 
 
-def default_path(trace_path: str, to: Format) -> str:
-    """Beside the trace: "step.h5" becomes "step.csv"."""
-    return os.path.splitext(trace_path)[0] + _SUFFIXES[to]
+def default_path(trace_path: str, to: Format, step: int | None = None) -> str:
+    """Beside the trace: "run.h5" becomes "run.csv", and "run.step3.csv" of step 3 alone."""
+    of = "" if step is None else f".step{step}"
+    return os.path.splitext(trace_path)[0] + of + _SUFFIXES[to]
 
 
 def export(trace: Trace, to: Format, path: str | os.PathLike[str], progress: Progress = None) -> Exported:

@@ -282,6 +282,29 @@ def test_the_command_writes_beside_the_trace_and_says_what_next(file: Path, form
     assert (again.exit_code, again.stderr.count("\n")) == (3, 1) and "exists already" in again.stderr
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_command_writes_one_step_under_a_name_of_its_own(file: Path, form: Format) -> None:
+    done = run("export", file, "--to", form, "--step", "1")
+    target = default_path(str(file), form, 1)
+    assert (done.exit_code, done.stdout) == (0, "") and Path(target).exists()
+    assert Path(target).name == f"a step.step1.{'trace.json' if form == 'chrome-trace' else form}"
+    assert run("export", file, "--to", form).exit_code == 0  # the whole beside it
+
+
+def test_of_one_step_the_command_writes_its_rows_and_no_other(file: Path, tmp_path: Path) -> None:
+    run("export", file, "--to", "csv", "-o", tmp_path / "whole.csv")
+    run("export", file, "--to", "csv", "--step", "1", "-o", tmp_path / "one.csv")
+    whole, one = rows_of(tmp_path / "whole.csv"), rows_of(tmp_path / "one.csv")
+    assert one == [row for row in whole if row["step"] == "1"] and 0 < len(one) < len(whole)
+
+
+@pytest.mark.parametrize("number", ["2", "-1"])
+def test_a_step_that_is_not_there_is_one_sentence_with_those_that_are(file: Path, number: str) -> None:
+    done = run("export", file, "--to", "csv", "--step", number)
+    assert done.exit_code == 2 and not Path(default_path(str(file), "csv", int(number))).exists()
+    assert f"Invalid value for --step: the trace has no step {number}: it holds steps 0 to 1." in done.stderr
+
+
 def test_the_command_knows_every_format() -> None:
     [option] = [option for option in command.params if option.name == "form"]
     assert tuple(option.type.choices) == FORMATS  # type: ignore[attr-defined]
