@@ -18,6 +18,7 @@ from nantrace.events import Phase, Role, distinct
 #: the first: from these on an update counts as an explosion. Healthy training changes it by a few percent a step.
 ONE_UPDATE, ALL_UPDATES = 10.0, 100.0
 _BETWEEN_BLOCKS = 2.0
+_NEAR_THE_END = 0.05  # of a dtype's range: another factor as between two blocks, or some, and it is used up
 _FRACTION_OF_RANGE = {"float16": 0.15}
 
 
@@ -71,11 +72,21 @@ def grew_by_block(seen: Seen, row: int) -> str | None:
 
 
 def one_block_before(seen: Seen, row: int) -> str | None:
-    """How large the same output of the block before was."""
+    """How large the output of this layer's like in an earlier block was, and what that tells of the fault."""
     rows = _in_blocks_before(seen, row)
     if not rows:
         return None
-    return f"The same output of {seen.site(rows[-1]).module} reached {seen.absmax(rows[-1]):.3g}."
+    site, size = seen.site(rows[-1]), seen.absmax(rows[-1])
+    told = f"For comparison, {site.module}, its like in an earlier block, put out values up to {size:.3g} in this step"
+    limit = LARGEST.get(site.dtype)
+    if limit is None:
+        return f"{told}."
+    if size < _NEAR_THE_END * limit:
+        return f"{told}, far below the largest {site.dtype} value: they were not large there yet."
+    return (
+        f"{told}, {100 * size / limit:.0f} % of the largest {site.dtype} value: they were large there already, so look "
+        "further up for where they grow."
+    )
 
 
 def _in_blocks_before(seen: Seen, row: int) -> list[int]:

@@ -618,3 +618,20 @@ def test_an_infinity_is_set_against_the_largest_finite_value_beside_it(size: flo
         written.run("act")
     written.loss(posinf=1)
     assert any(text.endswith(f", {said}.") for text in judge(written).evidence)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (0.6, "put out values up to 0.6 in this step, far below the largest float16 value: they were not large"),
+        (3e4, "put out values up to 3e+04 in this step, 46 % of the largest float16 value: they were large there"),
+    ],
+)
+def test_the_like_of_a_layer_in_an_earlier_block_is_compared_with_the_range(size: float, said: str) -> None:
+    written = Written("float16")
+    with written.call("", made=POSINF):
+        written.run("0.wo", made={"size": size})
+        written.run("1.wo", made=POSINF)
+    written.loss(posinf=1)
+    told = " ".join(judge(written).evidence)
+    assert f"For comparison, 0.wo, its like in an earlier block, {said}" in told
