@@ -46,8 +46,14 @@ def is_affordable(cost: Cost) -> bool:
 
 
 def in_words(cost: Cost) -> str:
-    """The estimate: "about 24,000 ops, estimated at 12.0 s against a bound of 60 s"; in figures where it is close."""
+    """The estimate, and what it means for the search; a time is named only where it matters, as no two runs agree."""
     bound = max(MOST_SECONDS, MOST_TIMES * cost.seconds)
+    ops = f"about {cost.ops:,} ops"
+    if not is_affordable(cost):
+        return f"{ops} would take some {cost.pass_seconds:.0f} s in one replay, more than the {bound:.0f} s allowed"
     if cost.pass_seconds < bound / 10:
-        return f"about {cost.ops:,} ops, far below the bound of {bound:.0f} s"
-    return f"about {cost.ops:,} ops, estimated at {cost.pass_seconds:.1f} s against a bound of {bound:.0f} s"
+        return f"{ops}, which takes seconds, so no part of the step had to be left out"
+    return (
+        f"{ops}, estimated to take {cost.pass_seconds:.0f} s; only beyond {bound:.0f} s are modules searched first and "
+        "a part of the step left out"
+    )

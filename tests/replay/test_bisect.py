@@ -245,8 +245,15 @@ def test_what_is_affordable_depends_on_the_ops_and_on_the_step() -> None:
     assert is_affordable(Cost(seconds=0.5, nodes=10_000))
     assert is_affordable(Cost(seconds=300.0, nodes=10_000))  # long, and not much longer than the step
     assert not is_affordable(Cost(seconds=3.0, nodes=1_000_000))
-    assert in_words(Cost(seconds=1.0, nodes=100)) == "about 400 ops, far below the bound of 60 s"
-    assert in_words(Cost(seconds=6.0, nodes=100)) == "about 400 ops, estimated at 12.0 s against a bound of 60 s"
+
+
+def test_the_estimate_says_what_it_means_for_the_search() -> None:
+    few = in_words(Cost(seconds=1.0, nodes=100))
+    assert few == "about 400 ops, which takes seconds, so no part of the step had to be left out"
+    some = in_words(Cost(seconds=6.0, nodes=100))
+    assert some.startswith("about 400 ops, estimated to take 12 s; only beyond 60 s are modules searched first")
+    many = in_words(Cost(seconds=3.0, nodes=10_000_000))
+    assert many == "about 40,000,000 ops would take some 1006 s in one replay, more than the 60 s allowed"
 
 
 def test_modules_are_searched_in_the_order_in_which_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
