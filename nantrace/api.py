@@ -73,6 +73,11 @@ def trace(
         stats: "range" (counts, min, max), "full", or "auto": full where it costs the same. "none" reads no tensor but
             the loss and the norms of the gradients, and keeps only the ledger: what became of each update.
 
+    Returns:
+        What `with` binds. `tracer.trace` is the recorded `Trace` (read back if there is a `path`), also after the
+        block; `tracer.mark_step(batch_id=, lr=, loss=)` ends a step where no optimizer does; `tracer.note(kind,
+        reason)` puts a decision of yours on record; `tracer.faults` counts the steps at fault so far.
+
     Raises:
         TraceExistsError: `path` or `capture` is taken (when the block is entered, as with the next).
         NantraceError: a file cannot be written, or another block writes it meanwhile.

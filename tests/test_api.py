@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nantrace
+from nantrace.capture.tracer import Tracer
 from nantrace.events import Role
 
 
@@ -103,6 +106,15 @@ def test_several_optimizers_are_taken_with_ops_as_well() -> None:
         model(x).mean().backward()
         optimizers[0].step()
     assert nantrace.diagnose(tracer.trace).status == "clean"
+
+
+def test_the_help_of_trace_shows_what_a_user_passes_and_what_comes_back() -> None:
+    told = pydoc.render_doc(nantrace.trace, renderer=pydoc.plaintext)
+    arguments = told.partition("Args:")[2].partition("Returns:")[0]
+    assert [name for name in inspect.signature(nantrace.trace).parameters if name not in arguments] == []
+    assert [word for word in ("judge", "departures", "observers", "open_writer") if word in told] == []
+    for member in ("trace", "mark_step", "note", "faults"):
+        assert f"`tracer.{member}" in told.partition("Returns:")[2] and hasattr(Tracer, member)
 
 
 def test_bisect_refuses_a_step_with_a_model_and_a_run_without_one() -> None:

@@ -41,7 +41,7 @@ from nantrace.steps import shows_nonfinite
 
 
 class Tracer:
-    """Records what each module reads and puts out, gradients and state, step by step.
+    """Records what each module reads and puts out, gradients and state, step by step; made by `nantrace.trace`.
 
     Tracing changes no bit of the step and leaves nothing behind. A failure of the recorder is reported once as a
     `NantraceWarning`; then recording stops and training goes on.
