@@ -48,6 +48,20 @@ _MEASURES: tuple[tuple[str, str, str, str, Callable[[Row], str]], ...] = (
     (
         _STEP,
         "name",
+        "msprobe statistics, modules",
+        "`mindstudio-probe`, statistics of modules (L0)",
+        lambda row: _times(row["p50"]),
+    ),
+    (
+        _STEP,
+        "name",
+        "torchlens, the forward alone",
+        "`torchlens`, one logged forward without the rest of the step",
+        lambda row: _times(row["p50"]),
+    ),
+    (
+        _STEP,
+        "name",
         "naive dispatch mode",
         "a dispatch mode that asks each output `isfinite().all()`",
         lambda row: _times(row["p50"]),

@@ -3,7 +3,7 @@
 Each mode's steps run between bare steps, in one process, again and again; the figure is the median over these pairs of
 the ratio to their mean. Machines are noisy: read ratios, not seconds.
 
-    python benchmarks/overhead.py [--device cuda] [--pairs 7] [--out benchmarks/results/overhead-cpu.csv]
+    python -m benchmarks.overhead [--device cuda] [--pairs 7] [--out benchmarks/results/overhead-cpu.csv]
 """
 
 from __future__ import annotations
@@ -22,61 +22,36 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.debug_utils import DebugUnderflowOverflow
 
 import nantrace
+from benchmarks.peers import Mode, Step, peer_modes
 from nantrace.capture import lifecycle
 from nantrace.capture.calls import CallRecorder
 from nantrace.capture.tracer import Tracer
 
-Mode = Callable[[Any, Any], contextlib.AbstractContextManager[Any]]
 
+def nantrace_modes(path: str) -> dict[str, Mode]:
+    """Every level of detail. All but the ledger read parameters and optimizer state, whatever the modules."""
 
-class NaiveFiniteCheck(TorchDispatchMode):
-    """Asks every output of every op at once whether it is finite, as one would write it in five minutes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                bool(torch.isfinite(leaf).all())
-        return output
-
-
-@contextlib.contextmanager
-def transformers_debug(model: Any, optimizer: Any) -> Iterator[None]:
-    before = {module: dict(module._forward_hooks) for module in model.modules()}
-    DebugUnderflowOverflow(model, max_frames_to_save=5)
-    try:
-        yield
-    finally:  # it has no way to take its hooks back
-        for module, hooks in before.items():
-            module._forward_hooks.clear()
-            module._forward_hooks.update(hooks)
-
-
-def modes(path: str) -> dict[str, Mode]:
     def tracer(**options: Any) -> Mode:
-        return lambda model, optimizer: nantrace.trace(
-            model, path, overwrite=True, optimizer=optimizer, on_nonfinite="ignore", **options
-        )
+        @contextlib.contextmanager
+        def mode(model: Any, optimizer: Any, step: Step) -> Iterator[Step]:
+            with nantrace.trace(model, path, overwrite=True, optimizer=optimizer, on_nonfinite="ignore", **options):
+                yield step
+
+        return mode
 
     return {
         "nantrace all modules": tracer(),
         "nantrace all modules and ops": tracer(ops=True),
         "nantrace depth 1": tracer(depth=1),
         "nantrace root only": tracer(depth=0),
-        "nantrace imported, off": lambda model, optimizer: contextlib.nullcontext(),
-        "torch detect_anomaly": lambda model, optimizer: torch.autograd.detect_anomaly(check_nan=True),
-        "transformers DebugUnderflowOverflow": transformers_debug,
-        "naive dispatch mode": lambda model, optimizer: NaiveFiniteCheck(),
+        "nantrace imported, off": lambda model, optimizer, step: contextlib.nullcontext(step),
     }
 
 
-def language_model(device: str) -> tuple[Any, Any, Callable[[], None]]:
+def language_model(device: str) -> tuple[Any, Any, Step]:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=6, n_embd=256, n_head=4, vocab_size=8192, n_positions=256)
     model = GPT2LMHeadModel(config).to(device).train()
@@ -91,7 +66,7 @@ def language_model(device: str) -> tuple[Any, Any, Callable[[], None]]:
     return model, optimizer, step
 
 
-def timed(device: str, step: Callable[[], None]) -> float:
+def timed(device: str, step: Step) -> float:
     """Seconds for one step, the device's work included."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -105,15 +80,15 @@ def timed(device: str, step: Callable[[], None]) -> float:
 _IN_A_ROW = 3  # steps whose median is taken
 
 
-def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[], None]) -> tuple[float, float]:
+def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Step) -> tuple[float, float]:
     """Seconds of a bare step, from some before and some after, and of a step inside the mode, after a first one.
 
     The end of a traced step, where rows are drained and written, falls into the next one's beginning and is timed.
     """
     before = several(device, step, _IN_A_ROW)
-    with mode(model, optimizer):
-        step()
-        inside = several(device, step, _IN_A_ROW)
+    with mode(model, optimizer, step) as traced:
+        traced()
+        inside = several(device, traced, _IN_A_ROW)
     step()  # the first step after a mode may have to warm up again
     return (before + several(device, step, _IN_A_ROW)) / 2, inside
 
@@ -121,7 +96,7 @@ def pair(device: str, mode: Mode, model: Any, optimizer: Any, step: Callable[[],
 _SEVERAL = 9
 
 
-def several(device: str, step: Callable[[], None], steps: int = _SEVERAL) -> float:
+def several(device: str, step: Step, steps: int = _SEVERAL) -> float:
     """The median of a few steps, which takes a step's hiccups away and is over before the machine changes its pace."""
     return statistics.median(timed(device, step) for _ in range(steps))
 
@@ -131,7 +106,7 @@ def step_rows(device: str, pairs: int, only: str | None) -> Iterator[dict[str, A
     for _ in range(2):
         step()
     with tempfile.TemporaryDirectory() as folder:
-        every = modes(os.path.join(folder, "step.h5"))
+        every = {**nantrace_modes(os.path.join(folder, "step.h5")), **peer_modes(folder)}
         chosen = {name: mode for name, mode in every.items() if not only or only in name}
         ratios: dict[str, list[float]] = {name: [] for name in chosen}
         bare: list[float] = []
@@ -175,7 +150,7 @@ def ledger_rows(device: str, pairs: int) -> Iterator[dict[str, Any]]:
 
 
 def in_turn(
-    device: str, step: Callable[[], None], bare: Callable[[], None], steps: int, spent: list[float]
+    device: str, step: Step, bare: Step, steps: int, spent: list[float]
 ) -> Iterator[tuple[float, float, float]]:
     """Of each step its seconds, those that were added to `spent`, and the mean of the bare steps on either side."""
     for _ in range(_SAMPLING):
