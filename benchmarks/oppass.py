@@ -10,6 +10,7 @@ thread's own time; machines differ by half in them from minute to minute, in the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from overhead import language_model, pair, row, surroundings
+from peers import Step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nantrace.flow.recorder import OpRecorder
@@ -30,13 +32,19 @@ class EmptyMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def recording(model: Any, optimizer: Any, step: Step) -> Iterator[Step]:
+    with OpRecorder(model, optimizer=optimizer):
+        yield step
+
+
 def step_rows(pairs: int) -> Iterator[dict[str, Any]]:
     model, optimizer, step = language_model("cpu")
     for _ in range(2):
         step()
     ratios = []
     for _ in range(pairs):
-        outside, inside = pair("cpu", lambda m, o: OpRecorder(m, optimizer=o), model, optimizer, step)
+        outside, inside = pair("cpu", recording, model, optimizer, step)
         ratios.append(inside / outside)
     yield row("op pass, GPT-2-like step", "ratio", ratios)
 

@@ -3,7 +3,7 @@
 Each mode's steps run between bare steps, in one process, again and again; the figure is the median over these pairs of
 the ratio to their mean. Machines are noisy: read ratios, not seconds.
 
-    python -m benchmarks.overhead [--device cuda] [--pairs 7] [--out benchmarks/results/overhead-cpu.csv]
+    python benchmarks/overhead.py [--device cuda] [--pairs 7] [--out benchmarks/results/overhead-cpu.csv]
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import transformers
+from peers import Mode, Step, peer_modes
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import nantrace
-from benchmarks.peers import Mode, Step, peer_modes
 from nantrace.capture import lifecycle
 from nantrace.capture.calls import CallRecorder
 from nantrace.capture.tracer import Tracer
