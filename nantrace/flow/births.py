@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nantrace.flow.calls import Argument, Call
 from nantrace.flow.externals import Externals
+from nantrace.flow.marked import first
 from nantrace.flow.values import FLOATS, INTEGERS, Masks, Scanner, Summary, dtype_name, planes, storage_key, summarize
 from nantrace.lineage import Kind, Operand
 
@@ -54,7 +55,7 @@ def output_fields(plane: Tensor, found: Masks, batch_size: int | None, described
     """An output's statistics as fields of an event; extent and samples only if it is to be described."""
     fields: dict[str, Any] = {"dtype": dtype_name(plane.dtype), "shape": tuple(plane.shape)}
     fields |= {"nan": found.nan, "posinf": found.posinf, "neginf": found.neginf}
-    fields["first_bad"] = int(found.bad.reshape(-1).to(torch.uint8).argmax())
+    fields["first_bad"] = 0 if found.count == plane.numel() else first(found.bad)
     if described:
         summary = summarize(plane)
         fields |= {"min": summary.min, "max": summary.max}

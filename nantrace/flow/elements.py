@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nantrace.flow.calls import Argument, Call
+from nantrace.flow.marked import covers, equal, marks_any, once
 from nantrace.flow.memory import Look
 from nantrace.flow.values import Masks
 
@@ -69,25 +70,36 @@ def shares(call: Call, plane: Tensor, found: Masks, written_by: WrittenBy) -> li
     """
     if not call.bad or call.list_length:
         return None
+    moves = call.facts.op in _MOVES | _ADDS
+    if not moves and all(_is_one_event_throughout(look) for _, look in call.bad):
+        return None  # each of them reaches all of it
     sources = []
     for argument, look in call.bad:
         way = _way(call, argument, plane)
         for nan, id, mask in _by_writer(argument, look, written_by) if way is not None else ():
-            reached = _follow(way, mask, plane)
+            reached = _follow(way, mask if mask is None or moves else once(mask), plane)
             if reached is None:
                 return None
             sources.append((nan, id, reached))
         if way is None or len(sources) > _MOST_SOURCES or look.masks is None:
             return None
-    if all(not (found.bad & ~reached).any() for _, _, reached in sources):
+    if all(covers(reached, found.bad) for _, _, reached in sources):
         return None  # one explanation of all of it, as most often
     code = torch.zeros(plane.shape, dtype=torch.int32, device=plane.device)
     for bit, (_, _, reached) in enumerate(sources):
         code |= reached.to(torch.int32) << bit
-    codes: list[int] = torch.unique(code[found.bad]).tolist()
+    counts = torch.bincount(torch.where(found.bad, code + 1, 0).reshape(-1))[1:]
+    codes: list[int] = counts.nonzero().reshape(-1).tolist()
     if len(codes) > _MOST_SHARES:
         return None
-    return [Share(found.bad & (code == each), _ids(sources, each, True), _ids(sources, each, False)) for each in codes]
+    return [
+        Share(found.bad & equal(code, each), _ids(sources, each, True), _ids(sources, each, False)) for each in codes
+    ]
+
+
+def _is_one_event_throughout(look: Look) -> bool:
+    one = len(look.nan_ids) == 1 and not look.inf_ids
+    return one and look.masks is not None and look.masks.nan == look.masks.nan_mask.numel()
 
 
 def _ids(sources: list[tuple[bool, int, Tensor]], code: int, nan: bool) -> frozenset[int]:
@@ -98,12 +110,15 @@ def _by_writer(argument: Argument, look: Look, written_by: WrittenBy) -> Iterato
     """(NaN or infinite, event, mask of such elements that it wrote) of an input; a mask of None cannot be told."""
     assert look.masks is not None
     for nan, ids, mask in ((True, look.nan_ids, look.masks.nan_mask), (False, look.inf_ids, look.masks.inf_mask)):
+        if len(ids) == 1:
+            yield nan, next(iter(ids)), mask
+            continue
         rest = mask
         for id in ids:
-            mine = written_by(argument.tensor, id) if len(ids) > 1 else mask
+            mine = written_by(argument.tensor, id)
             rest = rest & ~mine if mine is not None else rest
             yield nan, id, mine & mask if mine is not None else None
-        if len(ids) > 1 and rest.any():  # written by somebody who has another number by now
+        if ids and marks_any(rest):  # written by somebody who has another number by now
             yield nan, 0, None
 
 

@@ -136,9 +136,9 @@ class Memory:
         if self._plainly_finite(tensor):
             return None
         for plane in planes(tensor, self.unread):
-            if self.scanner.is_finite(plane):
+            found = self.scanner.nonfinite(plane)
+            if found is None:
                 continue
-            found = masks(plane)
             nan_ids = self._wrote(plane, found.nan_mask) if found.nan else frozenset()
             inf_ids = self._wrote(plane, found.inf_mask) if found.posinf + found.neginf else frozenset()
             if 0 in nan_ids or 0 in inf_ids:

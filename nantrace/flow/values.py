@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nantrace.flow.marked import all_of, count, none_of
 from nantrace.stats.host import extent_output, row
+from nantrace.stats.layout import array_of
 
 FLOATS = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
@@ -27,6 +30,13 @@ QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PLAIN_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+#: Of dtypes whose bits read as signed integers: these, and the bits of the two infinities. NaNs lie beyond either.
+_BITS = {
+    torch.float32: (torch.int32, 0xFF << 23, -(1 << 23)),
+    torch.float64: (torch.int64, 0x7FF << 52, -(1 << 52)),
+    torch.float16: (torch.int16, 0x1F << 10, -(1 << 10)),
+    torch.bfloat16: (torch.int16, 0xFF << 7, -(1 << 7)),
+}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 #: From this many elements on one pass of `sum` is cheaper than `aminmax`, which has less to set up.
 SMALL = 1 << 13
@@ -145,6 +155,12 @@ class Scanner:
     def __init__(self) -> None:
         self.outputs: dict[torch.dtype, tuple[tuple[Tensor, Tensor], Any]] = {}
 
+    def nonfinite(self, plane: Tensor) -> Masks | None:
+        """What is not finite in it; None if all of it is."""
+        if is_all_nan(plane):  # asked first: so are most that are bad at all, and it takes next to nothing of others
+            return _all_nan(plane)
+        return None if self.is_finite(plane) else masks(plane)
+
     def is_finite(self, plane: Tensor) -> bool:
         """One pass. `aminmax` propagates NaN, so two finite ends prove every element finite; so does a finite sum."""
         dtype = plane.dtype
@@ -157,6 +173,8 @@ class Scanner:
                 total = plane.sum().item()
                 if total - total == 0:
                     return True
+                if total != total and is_all_nan(plane):
+                    return False
         low, high = self.extent(plane)
         return low - low == 0 and high - high == 0
 
@@ -185,7 +203,9 @@ class Masks:
 
     @functools.cached_property
     def bad(self) -> Tensor:
-        return self.nan_mask | self.inf_mask
+        if not self.posinf and not self.neginf:
+            return self.nan_mask
+        return self.nan_mask | self.inf_mask if self.nan else self.inf_mask
 
     @property
     def count(self) -> int:
@@ -195,9 +215,31 @@ class Masks:
     def within(self, mask: Tensor, plane: Tensor) -> Masks:
         """Those of these elements of `plane` that `mask` selects."""
         nan_mask, inf_mask = self.nan_mask & mask, self.inf_mask & mask
-        infinities = int(torch.count_nonzero(inf_mask))
-        negative = int(torch.count_nonzero(inf_mask & (plane == -math.inf))) if self.neginf else 0
-        return Masks(nan_mask, inf_mask, int(torch.count_nonzero(nan_mask)), infinities - negative, negative)
+        infinities = count(inf_mask)
+        negative = count(inf_mask & (plane.detach() == -math.inf)) if self.neginf else 0
+        return Masks(nan_mask, inf_mask, count(nan_mask), infinities - negative, negative)
+
+
+def _is_plain_on_host(plane: Tensor) -> bool:
+    return type(plane) in _PLAIN and plane.is_cpu and plane.layout is torch.strided and not plane.is_neg()
+
+
+def is_all_nan(plane: Tensor) -> bool:
+    """Whether every element is NaN, told in one pass over the bits. In doubt (NaNs of both signs, a device), not."""
+    bits = _BITS.get(plane.dtype)
+    if bits is None or not _is_plain_on_host(plane) or not plane.numel():
+        return False
+    plane = plane.detach()
+    first = plane.as_strided((), ()).item()
+    if first == first:
+        return False
+    integers, infinity, negative_infinity = bits
+    low, high = (int(end) for end in torch.aminmax(readable(plane).view(integers)))
+    return low > infinity or (low > negative_infinity and high < 0)
+
+
+def _all_nan(plane: Tensor) -> Masks:
+    return Masks(all_of(plane.shape), none_of(plane.shape), plane.numel(), 0, 0)
 
 
 def masks(plane: Tensor) -> Masks:
@@ -205,17 +247,29 @@ def masks(plane: Tensor) -> Masks:
     plane = plane.detach()
     if plane.element_size() == 1:
         plane = plane.float()
-    nan_mask = torch.isnan(plane)
-    nan = int(torch.count_nonzero(nan_mask))
-    if nan == plane.numel():
-        return Masks(nan_mask, torch.zeros_like(nan_mask), nan, 0, 0)
-    inf_mask = torch.isinf(plane)
+    if is_all_nan(plane):
+        return _all_nan(plane)
+    if plane.dtype in (torch.float32, torch.float64) and _is_plain_on_host(plane):
+        return _masks_of_array(plane)
+    nan_mask, inf_mask = torch.isnan(plane), torch.isinf(plane)
+    nan = count(nan_mask)
     if plane.is_complex():
         inf_mask = inf_mask & ~nan_mask
-        return Masks(nan_mask, inf_mask, nan, int(torch.count_nonzero(inf_mask)), 0)
-    infinities = int(torch.count_nonzero(inf_mask))
-    negative = int(torch.count_nonzero(plane == -math.inf)) if infinities else 0
+        return Masks(nan_mask, inf_mask, nan, count(inf_mask), 0)
+    infinities = count(inf_mask)
+    negative = count(plane == -math.inf) if infinities else 0
     return Masks(nan_mask, inf_mask, nan, infinities - negative, negative)
+
+
+def _masks_of_array(plane: Tensor) -> Masks:
+    """The same by NumPy, which takes a tenth of the time on the host."""
+    array = array_of(plane)
+    nan, inf = np.asarray(np.isnan(array)), np.asarray(np.isinf(array))
+    infinities = int(np.count_nonzero(inf))
+    negative = int(np.count_nonzero(array == -np.inf)) if infinities else 0
+    return Masks(
+        torch.from_numpy(nan), torch.from_numpy(inf), int(np.count_nonzero(nan)), infinities - negative, negative
+    )
 
 
 @dataclass(frozen=True)

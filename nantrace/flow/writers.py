@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nantrace.flow.marked import equal, marks_all, once
+
 #: Entries of storages that died are dropped when the map has grown by this many.
 _SWEEP = 256
+_LARGEST = torch.iinfo(torch.int32).max
 
 
 @dataclass(slots=True)
@@ -57,17 +60,20 @@ class Writers:
         if entry.width != plane.element_size():  # read through another dtype's view: any writer may be meant
             return frozenset(torch.unique(entry.ids).tolist()) - {0} or frozenset((0,))
         ids = _like(entry.ids, plane)
-        largest = int(torch.where(mask, ids, 0).max())
-        if int(torch.where(mask, ids, largest).min()) == largest:  # one writer, found without sorting
-            return frozenset((largest,))
-        return frozenset(torch.unique(ids[mask]).tolist())
+        every = marks_all(mask)
+        smallest = int((ids if every else torch.where(mask, ids, _LARGEST)).min())
+        chosen = ids if every else torch.where(mask, ids, smallest)
+        if int(chosen.max()) == smallest:  # one writer
+            return frozenset((smallest,))
+        found = torch.bincount((chosen - smallest).reshape(-1)).nonzero().reshape(-1)  # without sorting
+        return frozenset((found + smallest).tolist())
 
     def by(self, plane: Tensor, writer: int) -> Tensor | None:
         """Mask of the elements of `plane` that `writer` wrote; None if they cannot be told from others."""
         entry = self.entries.get(plane.untyped_storage()._cdata)
         if entry is None or entry.ids is None or entry.width != plane.element_size():
             return None
-        return _like(entry.ids, plane) == writer
+        return equal(_like(entry.ids, plane), writer)
 
     def write(self, plane: Tensor, mask: Tensor, writer: int, every: bool = False) -> None:
         """From now on `writer` wrote the elements that `mask` selects; `every`: these are all of the plane."""
@@ -80,10 +86,12 @@ class Writers:
         if width != plane.element_size():
             ids.fill_(writer)
         else:
-            for dim, (size, stride) in enumerate(zip(plane.shape, plane.stride(), strict=True)):
-                if stride == 0 and size > 1:  # expanded: many elements, one place in memory
-                    plane, mask = plane.narrow(dim, 0, 1), mask.any(dim, keepdim=True)
-            _like(ids, plane).masked_fill_(mask, writer)
+            if not every:
+                for dim, (size, stride) in enumerate(zip(plane.shape, plane.stride(), strict=True)):
+                    if stride == 0 and size > 1:  # expanded: many elements, one place in memory
+                        plane, mask = plane.narrow(dim, 0, 1), mask.any(dim, keepdim=True)
+            here = _like(ids, once(plane) if every else plane)
+            here.fill_(writer) if every else here.masked_fill_(mask, writer)
 
     def adopt(self, plane: Tensor, mask: Tensor, writer: int) -> None:
         """As `write`, but only for elements that nobody was seen writing."""

@@ -19,7 +19,7 @@ import torch
 from nantrace.capture.lifecycle import StepListener, parameters_of
 from nantrace.flow.links import fqn
 from nantrace.flow.source import line_of_source
-from nantrace.flow.values import Scanner, masks, planes, tensors_in, unseen, unwrapped
+from nantrace.flow.values import Scanner, planes, tensors_in, unseen, unwrapped
 from nantrace.replay.surroundings import random_state
 from nantrace.stats.layout import array_of
 
@@ -222,8 +222,8 @@ class EndsListener(StepListener):
         """How many elements are NaN, how many infinite."""
         nan = inf = 0
         for plane in planes(tensor):
-            if not self._scanner.is_finite(plane):
-                found = masks(plane)
+            found = self._scanner.nonfinite(plane)
+            if found is not None:
                 nan, inf = nan + found.nan, inf + found.posinf + found.neginf
         return nan, inf
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nantrace.flow import marked
 from nantrace.flow.links import Line, Link, Links
 from nantrace.flow.ops import OpFacts
-from nantrace.flow.values import Scanner, masks, planes, readable, summarize, tensors_in
+from nantrace.flow.values import Scanner, is_all_nan, masks, planes, readable, summarize, tensors_in
 from nantrace.flow.writers import Writers
 from tests.flow.steps import recorded
 
@@ -70,6 +71,39 @@ def test_opposite_infinities_do_not_cancel() -> None:
     assert not Scanner().is_finite(plane)
 
 
+_SIGNED = [NAN, -NAN, INF, -INF, 1.0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.sampled_from([*_SIGNED, NAN, NAN]), min_size=6, max_size=6),
+    st.sampled_from(DTYPES[:4]),
+    st.sampled_from(["contiguous", "transposed", "sliced", "expanded"]),
+)
+def test_what_is_nonfinite_is_told_by_bits_as_by_values(values: list[float], dtype: torch.dtype, kind: str) -> None:
+    plane = _layout(torch.tensor(values).to(dtype).reshape(2, 3), kind)
+    found = Scanner().nonfinite(plane)
+    assert is_all_nan(plane) <= bool(plane.isnan().all())
+    assert (found is None) == bool(plane.isfinite().all())
+    if found is not None:
+        assert torch.equal(found.nan_mask, plane.isnan()) and torch.equal(found.inf_mask, plane.isinf())
+        assert (found.nan, found.posinf) == (int(plane.isnan().sum()), int((plane == INF).sum()))
+        assert found.neginf == int((plane == -INF).sum()) and torch.equal(found.bad, ~plane.isfinite())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:4])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_plane_of_nan_of_either_sign_is_known_without_a_mask_for_each_element(
+    dtype: torch.dtype, sign: float
+) -> None:
+    plane = torch.full((3, 4), NAN, dtype=dtype).copysign(torch.tensor(sign, dtype=dtype))
+    assert is_all_nan(plane) and is_all_nan(plane.t()[:, 1:])
+    found = masks(plane)
+    assert found.nan == 12 and found.nan_mask.shape == (3, 4) and found.nan_mask.untyped_storage().nbytes() == 1
+    plane[2, 3] = INF
+    assert not is_all_nan(plane) and found.nan_mask.all()
+
+
 def test_statistics_cover_the_finite_elements_alone() -> None:
     summary = summarize(torch.tensor([NAN, INF, -INF, -INF, 0.0, -2.0, 0.5]))
     counts = (summary.nan, summary.posinf, summary.neginf, summary.zero)
@@ -124,7 +158,7 @@ def test_writers_agree_with_a_map_from_element_to_writer(data: Any) -> None:
     """Random writes through random views of one storage, against an array of ids kept by hand."""
     storage = torch.zeros(12)
     writers, expected = Writers(), np.zeros(12, dtype=int)
-    for writer in range(1, data.draw(st.integers(1, 6)) + 1):
+    for writer in data.draw(st.lists(st.integers(-3, 6).filter(bool), min_size=1, max_size=6)):
         view, index = _some_view(data, storage)
         mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=view.numel(), max_size=view.numel())))
         writers.write(view, mask.reshape(view.shape), writer)
@@ -132,6 +166,15 @@ def test_writers_agree_with_a_map_from_element_to_writer(data: Any) -> None:
     view, index = _some_view(data, storage)
     everything = torch.ones(view.shape, dtype=torch.bool)
     assert writers.of(view, everything) == set(expected[index.reshape(-1)].tolist())
+    assert writers.of(view, marked.all_of(view.shape)) == writers.of(view, everything)
+    some = everything.reshape(-1).clone()
+    some[data.draw(st.integers(0, len(some) - 1)) :] = False
+    some[data.draw(st.integers(0, len(some) - 1))] = True
+    chosen = set(expected[index.reshape(-1)[some.numpy()]].tolist())
+    assert writers.of(view, some.reshape(view.shape)) == chosen
+    for writer in chosen:
+        mine = writers.by(view, writer)
+        assert mine is not None and mine.numpy().tolist() == (expected[index] == writer).tolist()
 
 
 def _some_view(data: Any, storage: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
