@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from nantrace.replay.bisect import bisect
 from nantrace.replay.step import Step
 
 RESULTS = Path(__file__).parent / "results" / "bisection-cpu.csv"
-FIELDS = ("model", "modules", "ops_watched", "status", "op", "replays", "step_ms", "bisect_ms", "multiple", "torch")
+FIELDS = ("model", "modules", "ops_watched", "status", "op", "replays", "step_ms", "bisect_ms", "multiple", "torch", "date")
 
 
 class Overflow(nn.Module):
@@ -94,6 +95,7 @@ def measure(name: str, model: nn.Module, batch: Tensor, repetitions: int) -> dic
         "bisect_ms": round(1e3 * statistics.median(whole for _, whole in pairs), 2),
         "multiple": round(statistics.median(whole / step for step, whole in pairs), 1),
         "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
     }
 
 

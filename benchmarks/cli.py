@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import compileall
 import csv
+import datetime
 import platform
 import statistics
 import subprocess
@@ -67,6 +68,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     found = []
     versions = [nantrace.__version__, platform.python_version(), platform.machine()]
+    today = datetime.date.today().isoformat()
     compileall.compile_dir(str(Path(nantrace.__file__).parent), quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         for layers in (16, 700):
@@ -83,12 +85,23 @@ def main() -> None:
                 f"NumPy, h5py and click alone {imported:.2f} s, idle interpreter {idle:.3f} s"
             )
             seconds_of = [f"{value:.3f}" for value in (middle, low, high, idle)]
-            found.append([events, *seconds_of, *versions, f"{imported:.3f}"])
+            found.append([events, *seconds_of, *versions, f"{imported:.3f}", today])
     new = not RESULTS.exists()
     with open(RESULTS, "a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if new:
-            head = ["events", "median_s", "p20_s", "p80_s", "idle_s", "nantrace", "python", "machine", "floor_s"]
+            head = [
+                "events",
+                "median_s",
+                "p20_s",
+                "p80_s",
+                "idle_s",
+                "nantrace",
+                "python",
+                "machine",
+                "floor_s",
+                "date",
+            ]
             writer.writerow(head)
         writer.writerows(found)
 

@@ -107,7 +107,7 @@ _MEASURES: tuple[tuple[str, str, str, str, Callable[[Row], str]], ...] = (
 def table() -> str:
     """The table in Markdown with the machine above it, ended by a line feed."""
     bare = _row(_STEP, "name", "bare step")
-    lines = [f"Medians on {bare['device']}, torch {bare['torch']}:", ""] if bare is not None else []
+    lines = [f"Medians of {bare['date']} on {bare['device']}, torch {bare['torch']}:", ""] if bare is not None else []
     lines += ["| what | cost |", "|---|---|"]
     for file, column, name, told, figure in _MEASURES:
         row = _row(file, column, name)

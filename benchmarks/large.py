@@ -8,6 +8,7 @@ process's largest resident set; "imported" is what it has without a trace.
 from __future__ import annotations
 
 import csv
+import datetime
 import platform
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from nantrace.store import TraceWriter
 
 EVENTS, SITES, STEP = 5_000_000, 10_000, 50_000
 RESULTS = Path(__file__).parent / "results" / "large-cpu.csv"
-COLUMNS = ("measure", "seconds", "peak_mb", "events", "machine", "python", "numpy", "h5py")
+COLUMNS = ("measure", "seconds", "peak_mb", "events", "machine", "python", "numpy", "h5py", "date")
 
 LOAD = "import nantrace; trace = nantrace.load(sys.argv[1]); "
 COMMAND = "from nantrace.cli import main; main([{}], standalone_mode=False)"
@@ -74,7 +75,14 @@ def write(path: Path) -> None:
 def main() -> None:
     chosen = sys.argv[1:] or list(MEASURES)
     machine = f"{platform.machine()} {platform.system()}"
-    facts = (EVENTS, machine, platform.python_version(), np.__version__, h5py.__version__)
+    facts = (
+        EVENTS,
+        machine,
+        platform.python_version(),
+        np.__version__,
+        h5py.__version__,
+        datetime.date.today().isoformat(),
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.h5"

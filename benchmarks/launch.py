@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import os
 import platform
 import statistics
@@ -153,6 +154,7 @@ def main() -> None:
         "triton": triton.__version__,
         "nantrace": nantrace.__version__,
         "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
     }
     rows = [{**each, **where} for each in measured(options.device, options.repetitions)]
     for each in rows:

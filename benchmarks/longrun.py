@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import platform
 import resource
 import statistics
@@ -29,7 +30,21 @@ from nantrace.events import ModuleEntry
 from nantrace.store import TraceWriter, load
 from tests.store.flat_out import rows, site
 
-COLUMNS = ("measure", "unit", "p20", "p50", "p80", "repeats", "machine", "python", "numpy", "h5py", "hdf5", "torch")
+COLUMNS = (
+    "measure",
+    "unit",
+    "p20",
+    "p50",
+    "p80",
+    "repeats",
+    "machine",
+    "python",
+    "numpy",
+    "h5py",
+    "hdf5",
+    "torch",
+    "date",
+)
 RESULTS = Path(__file__).parent / "results" / "longrun-cpu.csv"
 STEPS, DETAILED, EVENTS = 1_000_000, 1000, 60
 OPENINGS = 7
@@ -174,7 +189,18 @@ def main() -> None:
             found = [f"{value:.5g}" for value in np.percentile(values, [20, 50, 80])]
             print(f"{name}: {found[1]} {unit} ({found[0]} to {found[2]})")
             machine = f"{platform.machine()} CPU"
-            table.writerow([name, unit, *found, len(values), machine, *versions, torch.__version__])
+            table.writerow(
+                [
+                    name,
+                    unit,
+                    *found,
+                    len(values),
+                    machine,
+                    *versions,
+                    torch.__version__,
+                    datetime.date.today().isoformat(),
+                ]
+            )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import datetime
 import os
 import platform
 import statistics
@@ -260,6 +261,7 @@ def surroundings(device: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "nantrace": nantrace.__version__,
         "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
     }
 
 

@@ -7,6 +7,7 @@ appended to `benchmarks/results/page.csv`.
 from __future__ import annotations
 
 import csv
+import datetime
 import platform
 import statistics
 import sys
@@ -50,11 +51,11 @@ def main() -> None:
             print(f"{len(trace):8,} events: {seconds:.2f} s, {memory:.0f} MB of memory, a page of {size:.2f} MB")
             found.append([len(trace), modules, f"{seconds:.3f}", f"{memory:.0f}", f"{size:.3f}"])
     new = not RESULTS.exists()
-    versions = [nantrace.__version__, platform.python_version(), platform.machine()]
+    versions = [nantrace.__version__, platform.python_version(), platform.machine(), datetime.date.today().isoformat()]
     with open(RESULTS, "a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if new:
-            head = ["events", "modules", "median_s", "peak_mb", "page_mb", "nantrace", "python", "machine"]
+            head = ["events", "modules", "median_s", "peak_mb", "page_mb", "nantrace", "python", "machine", "date"]
             writer.writerow(head)
         writer.writerows([*row, *versions] for row in found)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import platform
 import statistics
 import time
@@ -45,6 +46,7 @@ COLUMNS = (
     "speed_ratio_p80",
     "machine",
     "torch",
+    "date",
 )
 
 
@@ -145,7 +147,15 @@ def main() -> None:
             for size in options.sizes:
                 for line in measure(device, dtype, SIZES[size], options.repetitions):
                     machine = f"{platform.machine()} {platform.system()}"
-                    writer.writerow({**line, "device": name, "machine": machine, "torch": torch.__version__})
+                    writer.writerow(
+                        {
+                            **line,
+                            "device": name,
+                            "machine": machine,
+                            "torch": torch.__version__,
+                            "date": datetime.date.today().isoformat(),
+                        }
+                    )
                     print(*list(line.values()), sep=",")
                 file.flush()
 

@@ -7,6 +7,7 @@ a measure with its 20th, 50th and 80th percentile. Rates are of one process, int
 from __future__ import annotations
 
 import csv
+import datetime
 import platform
 import random
 import tempfile
@@ -22,7 +23,7 @@ from nantrace.store import TraceWriter, load
 from tests.store.flat_out import rows
 from tests.store.killing import check_survivor, kill_a_writer
 
-COLUMNS = ("measure", "unit", "p20", "p50", "p80", "repeats", "machine", "python", "numpy", "h5py", "hdf5")
+COLUMNS = ("measure", "unit", "p20", "p50", "p80", "repeats", "machine", "python", "numpy", "h5py", "hdf5", "date")
 REPEATS = 9
 ROWS = 1_000_000
 KILLS = 100
@@ -104,7 +105,17 @@ def save(measures: list[tuple[str, str, list[float]]]) -> None:
         table.writerow(COLUMNS)
         for name, unit, values in measures:
             percentiles = [f"{value:.6g}" for value in np.percentile(values, [20, 50, 80])]
-            table.writerow([name, unit, *percentiles, len(values), f"{platform.machine()} CPU", *versions])
+            table.writerow(
+                [
+                    name,
+                    unit,
+                    *percentiles,
+                    len(values),
+                    f"{platform.machine()} CPU",
+                    *versions,
+                    datetime.date.today().isoformat(),
+                ]
+            )
 
 
 if __name__ == "__main__":
