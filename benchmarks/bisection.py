@@ -21,7 +21,19 @@ from nantrace.replay.bisect import bisect
 from nantrace.replay.step import Step
 
 RESULTS = Path(__file__).parent / "results" / "bisection-cpu.csv"
-FIELDS = ("model", "modules", "ops_watched", "status", "op", "replays", "step_ms", "bisect_ms", "multiple", "torch", "date")
+FIELDS = (
+    "model",
+    "modules",
+    "ops_watched",
+    "status",
+    "op",
+    "replays",
+    "step_ms",
+    "bisect_ms",
+    "multiple",
+    "torch",
+    "date",
+)
 
 
 class Overflow(nn.Module):
