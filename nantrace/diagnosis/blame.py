@@ -113,7 +113,7 @@ class _Case:
         if hit.sink.excuse == "skip":
             self.evidence.append(_stands_still(self.lineage, self.damage.standstill))
         sufficient = self._sufficient(hit)
-        event = self._earliest(sufficient)
+        event = self.roots.in_forward(self._earliest(sufficient))
         stage = self._stage_of_fault(event, hit)
         if self._diverged():
             return self._inconclusive(event)
@@ -239,8 +239,9 @@ class _Case:
         births = self.damage.births
         carrying = [event for event in births if event.carries_grad]
         ids = reached or frozenset(event.id for event in carrying or births)
-        event = self._earliest(ids)
-        hit = next((hit for hit in self.damage.contained if event.id in hit.roots), None)
+        kept = self._earliest(ids)
+        event = self.roots.in_forward(kept)
+        hit = next((hit for hit in self.damage.contained if kept.id in hit.roots), None)
         if update_growth(self.lineage, event) is not None and self._born_of_updates(event):
             return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
         self.evidence += [_excuse(self.lineage, hit.sink)] if hit else self._where_it_ended(event)
@@ -322,7 +323,7 @@ class _Case:
                 and e.phase in ("forward", "loss")
                 and (e.op, e.module, e.where) == (event.forward_op, event.module, event.where)
             ][:1]
-        found += [self.roots.event(id) for id in sorted(others)]
+        found += [self.roots.in_forward(self.roots.event(id)) for id in sorted(others)]
         unique = {_shown(e): e for e in reversed(found) if _shown(e) != _shown(event)}
         return tuple(origin_of(as_read(self.lineage, e)) for e in list(unique.values())[::-1][:3])
 

@@ -17,6 +17,7 @@ _DIGESTS_MINUS_INF = ("softmax", "logsumexp", "exp")
 #: Ops that put a number in its place without computing with it: what an optimizer masks or begins a state with.
 _PUTS = re.compile(r"full|fill|scalar_tensor|where|copy|pad|scatter|index_put|clamp")
 _UPDATES = ("optimizer", "post_backward", "update")
+_SAME_IN_A_COPY = ("kind", "op", "module", "where", "iteration", "shape", "nan", "posinf", "neginf", "first_bad")
 
 
 class Roots:
@@ -147,8 +148,29 @@ class Roots:
                     seen.add(child)
                     queue.append(child)
 
+    def in_forward(self, event: OpEvent) -> OpEvent:
+        """The same birth in the forward, of what backward only computed again (activation checkpointing).
+
+        The forward may have dropped the value, so that its second copy alone reaches a sink; it was born before that.
+        An event that was not recomputed, or went otherwise the first time, comes back as it is.
+        """
+        if event.phase != "recompute" or event.kind not in ("inf", "nan"):
+            return event
+        return next((e for e in self.lineage.events[: event.id - 1] if self._recomputes(event, e)), event)
+
+    @staticmethod
+    def _recomputes(copy: OpEvent, event: OpEvent) -> bool:
+        """Whether one birth is another one's copy: the same op at the same line made the same elements of it."""
+        return event.phase in ("forward", "loss") and all(
+            getattr(copy, field) == getattr(event, field) for field in _SAME_IN_A_COPY
+        )
+
     def path(self, id: int, sink: Sink) -> list[OpEvent]:
-        """The shortest way from an event to what a sink holds; empty if there is none."""
+        """The shortest way from an event, or its recomputed copy, to what a sink holds; empty if there is none."""
+        copies = (e.id for e in self.lineage.events[id:] if e.phase == "recompute" and self.in_forward(e).id == id)
+        return next((way for start in (id, *copies) if (way := self._way(start, sink))), [])
+
+    def _way(self, id: int, sink: Sink) -> list[OpEvent]:
         ends = {start for start, _ in sink.starts}
         children = self._by_parent()
         came: dict[int, int | None] = {id: None}

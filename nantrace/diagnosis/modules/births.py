@@ -44,8 +44,23 @@ def births(seen: Seen, rows: Iterable[int]) -> dict[tuple[int, str], frozenset[R
 
 
 def _first(seen: Seen, row: int) -> int:
-    """The row that stands for a birth: the gradient of one tensor has several."""
-    return same_gradient(seen, row)[0]
+    """The row that stands for a birth: the gradient of one tensor has several, a recomputed tensor one in forward."""
+    return _in_forward(seen, same_gradient(seen, row)[0])
+
+
+def _in_forward(seen: Seen, row: int) -> int:
+    """The row of forward that a recomputed one repeats, element for element; `row` itself if there is none.
+
+    Forward may have dropped the value, so that its second copy alone reaches a sink; it was born before that.
+    """
+    if seen.phase[row] != Phase.RECOMPUTE:
+        return row
+    events, copy = seen.trace.events, seen.trace.events[row]
+    for earlier in seen.rows(int(seen.step[row]), Role(int(seen.role[row])), phases=[Phase.FORWARD]):
+        same = all(events[field][earlier] == copy[field] for field in ("nan", "posinf", "neginf", "first_bad"))
+        if same and seen.name(int(earlier)) == seen.name(row):
+            return int(earlier)
+    return row
 
 
 def _union(roots: dict[tuple[int, str], frozenset[Root]], rows: list[int], kind: str) -> frozenset[Root]:
