@@ -83,6 +83,9 @@ def bisect(
             print_out(verdict_text(None, verdict))  # before more is tried: that may take long, and may not come off
         with leaving(watched):
             more = _more(step, verdict, capture, samples, reproducer, progress)
+        from nantrace.capture.surroundings import own_path, rank
+
+        output = None if output is None else own_path(output, rank())
         _show_more(verdict, more, as_json, _next_command(verdict, again, output, more, max_replays, depth))
         if raised is not None and verdict.status != "fault":
             fail(
@@ -106,7 +109,11 @@ def _more(
     progress: Progress,
 ) -> _More:
     """What was asked for beyond the verdict; of what cannot be had, one sentence that says why."""
-    if not samples and reproducer is None:
+    from nantrace.replay.ranks import meet
+
+    asked = [name for name, given in (("--samples", samples), ("--reproducer", reproducer is not None)) if given]
+    meet(step.model, bool(asked), " ".join(asked))
+    if not asked:
         return {}
     from nantrace.replay.captured import applied
     from nantrace.replay.reproducer import write_reproducer
@@ -119,6 +126,7 @@ def _more(
             found["samples"] = _or_why_not(lambda: _fewest(step, verdict, progress))
         if reproducer is not None:
             found["reproducer"] = _or_why_not(lambda: _written(write_reproducer(reproducer, step, verdict)))
+    meet(step.model, False, "")  # a launcher stops the ranks that are still at work when one leaves with a code
     return found
 
 
@@ -130,10 +138,18 @@ def _or_why_not(find: Callable[[], tuple[dict[str, Any], str]]) -> tuple[dict[st
 
 
 def _fewest(step: Step, verdict: Verdict, progress: Progress) -> tuple[dict[str, Any], str]:
-    from nantrace.replay.samples import smallest_failing_batch
+    from nantrace.replay.replays import replay_more
+    from nantrace.replay.samples import batch_size, smallest_failing_batch
 
+    problem = None
     if verdict.status in ("clean", "expected"):
-        raise ReplayError(f"No failing samples: the verdict is {verdict.status}, there is nothing to leave out.")
+        problem = f"No failing samples: the verdict is {verdict.status}, there is nothing to leave out."
+    else:
+        try:
+            batch_size(step.batch)
+        except ReplayError as error:
+            problem = str(error)
+    replay_more(step, problem)
     fewest = smallest_failing_batch(step, progress=progress)
     return dataclasses.asdict(fewest), str(fewest)
 
@@ -163,9 +179,11 @@ def _next_command(verdict: Verdict, again: Again, output: str | None, more: _Mor
     if output is not None:
         return shlex.join(["nantrace", "report", output])
     origin = verdict.origin
-    if verdict.status in ("clean", "expected") or origin is None or verdict.stage in ("input", "state"):
+    if verdict.status in ("clean", "expected") or origin is None:
         return None
     if not origin.op:
+        if verdict.stage in ("input", "state"):
+            return None
         return again.command() if depth == "module" else None
     wanted = verdict.status in ("fault", "contained") and "reproducer" not in more
     return again.command("--reproducer", "reproducer") if wanted else None

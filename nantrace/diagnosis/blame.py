@@ -20,6 +20,7 @@ from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import has_rounds, in_round, round_of
 from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event, is_bad_unscaled
 from nantrace.diagnosis.origins import as_read, named_by_sink, origin_of, step_on_path
+from nantrace.diagnosis.prepared import is_prepared_data
 from nantrace.diagnosis.roots import Roots
 from nantrace.diagnosis.verdict import Origin, Stage, Status, Verdict
 from nantrace.lineage import Hyperparameter, Lineage, OpEvent, Sink
@@ -173,7 +174,13 @@ class _Case:
             return "update"
         if self._works_on_weights(event, hit.sink):
             return "update"
-        return _STAGES.get(event.phase)
+        return self._stage_of(event, hit.sink)
+
+    def _stage_of(self, event: OpEvent, sink: Sink | None) -> Stage | None:
+        """By where the event lies, and for what was made ahead of the model by what reads it."""
+        if event.kind == "external":
+            return _stage_of_external(event)
+        return "input" if is_prepared_data(self.roots, event, sink) else _STAGES.get(event.phase)
 
     def _works_on_weights(self, event: OpEvent, sink: Sink) -> bool:
         """Whether code outside the model computed the value for the parameters alone: an average, a projection.
@@ -222,7 +229,7 @@ class _Case:
     # ------------------------------------------------------------------------------------------------ no fault
     def _escaped(self, sink: Sink) -> Finding:
         event = escaping_event(self.roots, sink)
-        stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
+        stage = self._stage_of(event, sink)
         what = "A NaN that the code put in" if event.nan else "An infinity that was inserted on purpose"
         self.evidence.append(f"{what} reached {_named(sink)}{in_round(self.lineage, sink.iteration)}.")
         return self._say("fault", stage, event, sink, cause="sentinel_escaped")
@@ -250,7 +257,7 @@ class _Case:
                 "The loss was nonfinite before it was scaled, so no lower scale helps: if later rounds fail in the "
                 "same way, every update is skipped and training stands still."
             )
-        stage = _stage_of_external(event) if event.kind == "external" else _STAGES.get(event.phase)
+        stage = self._stage_of(event, hit.sink if hit else None)
         others = frozenset(e.id for e in births) - {event.id} - frozenset(self.roots.descendants(event.id))
         return self._say("contained", stage, event, hit.sink if hit else None, others=others)
 

@@ -43,7 +43,7 @@ def verdict_html(trace: Trace | None, verdict: Verdict) -> str:
     origin = verdict.origin
     parts = [f'<p class="status {verdict.status}">{escaped(headline(verdict))}</p>']
     if origin is not None:
-        place = "".join(f"<span>{escaped(word)}</span> " for word in place_words(origin))
+        place = "".join(f"<span>{escaped(word)}</span> " for word in place_words(origin, verdict.stage))
         parts.append(f"<p class=place><b>First nonfinite</b> {place}</p>{_list(facts_of(origin))}")
     if trace is not None:
         parts.append(f"<p class=quiet>{escaped(header(trace))}</p>")

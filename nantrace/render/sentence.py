@@ -6,6 +6,7 @@ import shlex
 
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.render.cells import harmless, shorten
+from nantrace.render.wording import phase_word
 
 
 def sentence(verdict: Verdict, path: str | None = None, since: int | None = None) -> str:
@@ -20,14 +21,15 @@ def sentence(verdict: Verdict, path: str | None = None, since: int | None = None
     still = "" if since is None else f"training stands still since step {since} (GradScaler skips every update): "
     if verdict.origin is not None and verdict.origin.dtype is None and verdict.stage is None and verdict.evidence:
         return harmless(f"{still}{verdict.evidence[0]} See: {where}")  # told by the ledger, which knows no first tensor
-    found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict.origin)}"
+    found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict)}"
     stage = verdict.stage if verdict.origin is None or verdict.stage != verdict.origin.phase else None  # said already
     why = ", ".join(word for word in (stage, (verdict.cause or "").replace("_", " ")) if word)
     step = f"step {verdict.origin.step}: " if verdict.origin is not None and verdict.origin.step else ""
     return harmless(f"{step}{still}{found}{f' ({why})' if why else ''}. See: {where}")
 
 
-def _tensor(origin: Origin) -> str:
+def _tensor(verdict: Verdict) -> str:
+    origin = verdict.origin or Origin()
     stats = origin.output
     name = origin.tensor or "value"
     if origin.module and origin.module not in name:
@@ -35,4 +37,4 @@ def _tensor(origin: Origin) -> str:
     shape = f" {list(stats.shape)}" if stats is not None else ""
     counts = [(stats.nan, "nan"), (stats.posinf, "inf"), (stats.neginf, "-inf")] if stats is not None else []
     held = "".join(f", {count:,} {what}" for count, what in counts if count)
-    return f"{origin.phase}, {shorten(name, 80)}, {origin.dtype}{shape}{held}"
+    return f"{phase_word(origin, verdict.stage)}, {shorten(name, 80)}, {origin.dtype}{shape}{held}"

@@ -201,6 +201,6 @@ def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
     elsewhere = other_rank_command(trace, verdict)
     if elsewhere is not None or verdict.cause == "other_rank":
         return elsewhere
-    if verdict.stage in ("input", "state"):  # a tensor that was bad from the start needs no search
+    if verdict.stage in ("input", "state") and origin.op is None:  # bad from the start: it needs no search
         return None
     return _BISECT if origin.op is None else f"{_BISECT} --reproducer reproducer"

@@ -75,7 +75,7 @@ def place_words(origin: Origin, stage: str | None = None) -> list[str]:
     words = [f"{counted} {origin.step}"] if origin.step else []
     # The tensor was so before anybody computed with it.
     given = not origin.op and (origin.phase is None or stage in ("input", "state"))
-    words.append("before the step" if given else origin.phase or "unknown phase")
+    words.append("before the step" if given else phase_word(origin, stage))
     if origin.module is not None and not (given and origin.tensor):
         words.append(origin.module or "(model)")
     if given and not origin.tensor and origin.module is None:
@@ -91,6 +91,11 @@ def place_words(origin: Origin, stage: str | None = None) -> list[str]:
     if origin.dtype:
         words.append(f"{origin.dtype}{shape}")
     return words
+
+
+def phase_word(origin: Origin, stage: str | None) -> str:
+    """When: its phase, but for an op that prepared data, which runs outside the modules as the code of a loss does."""
+    return "before the model" if stage == "input" and origin.op else origin.phase or "unknown phase"
 
 
 def place_of(origin: Origin) -> str:

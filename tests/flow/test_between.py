@@ -117,3 +117,62 @@ def test_after_a_skip_the_next_data_belong_to_the_next_step() -> None:
     assert tracer.trace.lineage is not None
     logs = [event for event in tracer.trace.lineage.events if event.op == "aten.log"]
     assert [event.iteration - 1 for event in logs] == [3]
+
+
+def _target(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor, fails: bool) -> None:
+    target = (-x if fails else x).log().sum(1, keepdim=True)
+    _train(optimizer, (model(x) - target).pow(2).mean())
+
+
+def _data_and_target(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor, fails: bool) -> None:
+    read = (-x if fails else x).log()
+    _train(optimizer, (model(read) - read.sum(1, keepdim=True)).pow(2).mean())
+
+
+def _in_loss(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor, fails: bool) -> None:
+    out = model(x).pow(2) + 1
+    _train(optimizer, (-out if fails else out).log().mean())
+
+
+def _from_an_output(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor, fails: bool) -> None:
+    seen = model(x).detach().pow(2).sum(1, keepdim=True).expand(8, 4) + 1
+    _train(optimizer, model((-seen if fails else seen).log()).pow(2).mean())
+
+
+@pytest.mark.parametrize(
+    ("body", "stage", "by_modules"),
+    [
+        (_prepared, "input", "input"),
+        (_data_and_target, "input", "input"),
+        (_target, "loss", "loss"),  # made as early, and read by the loss alone
+        (_in_loss, "loss", "loss"),
+        (_from_an_output, "loss", None),  # after a module had been called it is no preparation any more
+    ],
+)
+def test_what_is_made_before_a_forward_that_reads_it_is_input(body: Body, stage: str, by_modules: str | None) -> None:
+    verdict = nantrace.diagnose(_traced(body))
+    assert (verdict.status, verdict.stage) == ("fault", stage)
+    assert verdict.origin is not None and verdict.origin.op == "aten.log"
+    assert nantrace.diagnose(_traced(body, ops=False)).stage == by_modules
+
+
+def test_data_of_a_later_micro_batch_are_input_where_an_op_reads_the_batch_itself() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    batch = {"first": torch.rand(8, 4) + 0.1, "second": torch.zeros(8, 4)}
+    with nantrace.trace(model, batch=batch, ops=True) as tracer:
+        for part in batch.values():
+            model(part.log()).pow(2).mean().backward()
+    assert nantrace.diagnose(tracer.trace).stage == "input"
+
+
+def test_data_that_the_model_itself_puts_right_were_prepared_as_well() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clamp(min=-5))
+
+    model = Clamped(4, 2)
+    with nantrace.trace(model, ops=True) as tracer:
+        model(torch.zeros(8, 4).log()).pow(2).mean().backward()
+    verdict = nantrace.diagnose(tracer.trace)
+    assert (verdict.status, verdict.stage) == ("contained", "input")

@@ -14,6 +14,7 @@ from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.events import Phase, Role, TensorStats, Trace
 from nantrace.lineage import Operand
 from nantrace.render.cells import columns, harmless, pad, shorten, shorten_all, wrap
+from nantrace.render.html import cell
 from nantrace.render.overview import overview
 from nantrace.render.sentence import sentence
 from nantrace.render.text import next_command, text
@@ -347,6 +348,10 @@ def test_a_culprit_of_a_later_step_stands_beside_its_row_of_the_step_before() ->
         ),
         (Verdict("fault", "state", origin=Origin(tensor="head.bias")), None),
         (Verdict("fault", "input", origin=Origin(tensor="batch.wav")), None),
+        (
+            Verdict("fault", "input", origin=Origin(op="aten.log")),
+            "nantrace bisect FILE.py:step --reproducer reproducer",
+        ),
         (Verdict("clean"), None),
         (Verdict("expected"), None),
     ],
@@ -368,3 +373,11 @@ def test_a_tensor_that_a_trace_found_bad_before_the_step_has_no_phase_either() -
     written.run("head", made=NAN)
     written.loss(nan=1)
     assert "FIRST NONFINITE   before the step   head.bias   float32 [2, 4]" in report(written.trace())
+
+
+def test_an_op_that_prepared_data_is_said_to_have_run_before_the_model() -> None:
+    origin = Origin(phase="loss", op="aten.log", dtype="float32", where="train.py:8 in step")
+    verdict = Verdict("fault", "input", "log_of_zero", origin, ("aten.log is infinite at 0.",))
+    assert "FIRST NONFINITE   before the model   aten.log   float32" in text(None, verdict)
+    assert "first nonfinite tensor: before the model, " in sentence(verdict)
+    assert "<span>before the model</span>" in cell(None, verdict)
