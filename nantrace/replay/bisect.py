@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nantrace.capture.sites import is_compiled
+from nantrace.capture.surroundings import own_path, rank
 from nantrace.diagnosis.blame import Frozen, blame
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
@@ -55,7 +56,8 @@ def bisect(
         depth: "module" stops at modules, "op" goes on to one op.
         anomaly: also ask `torch.autograd.detect_anomaly` where it can be right.
         max_replays: how often the step may run; what is open then is `inconclusive`.
-        path: file for a trace of the failing step, with the flow of nonfinite values through its ops.
+        path: file for a trace of the failing step, with the flow of nonfinite values through its ops; of several ranks
+            each writes its own, "step.r00001.h5".
         progress: told one line about each replay.
 
     Raises:
@@ -68,7 +70,8 @@ def bisect(
         raise ValueError(f'depth is {depth!r}: pass "module" or "op".')
     if not isinstance(max_replays, int) or max_replays < 1:
         raise ValueError(f"max_replays is {max_replays!r}: pass a positive integer.")
-    refuse_taken(path)
+    if rank() is None:
+        refuse_taken(path)
     if capture is None:
         with Replays(step, max_replays, progress) as replays:
             return _bisect(replays, depth, anomaly, path)
@@ -93,6 +96,9 @@ class _Found:
 
 def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike[str] | None) -> Verdict:
     first = replays.plain("the ends only")
+    own = None if path is None else own_path(path, rank())
+    if rank() is not None:
+        refuse_taken(own)  # not before: other ranks may need this one
     if not replays.left:
         return _finished(replays, _cut_short(first), first, ())
     found = _by_module(replays) if depth == "module" else _by_op(replays, first)
@@ -108,8 +114,8 @@ def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike
     if path is not None:
         extra += _file_written(replays, path, found.lineage, first)
     finished = _finished(replays, verdict, first, (*found.how, *extra))
-    if path is not None and os.path.exists(path):
-        keep_verdict(path, finished)
+    if own is not None and os.path.exists(own):
+        keep_verdict(own, finished)
     return finished
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,17 +19,20 @@ import torch
 from nantrace.errors import ReplayError
 
 _UNCOUNTED = -1
+#: The model that was replayed last, and the groups over which its step communicated.
+_last: tuple[weakref.ref[torch.nn.Module], tuple[Any, ...]] | None = None
 
 
 class Ranks:
     """The processes that run this step together.
 
     Args:
+        model: of the step.
         alike: replays that they run at the same time must be of the same kind.
     """
 
-    def __init__(self, alike: bool = False) -> None:
-        self._alike = alike
+    def __init__(self, model: torch.nn.Module, alike: bool = False) -> None:
+        self._model, self._alike = model, alike
         self._groups: tuple[Any, ...] = ()  # in the order in which all ranks made them
 
     @contextlib.contextmanager
@@ -49,6 +53,8 @@ class Ranks:
                 f"ranks need each other's replays cannot be told; replay the step over gloo or nccl, or in one process."
             )
         self._groups = tuple(group for group, number in after.items() if number != before.get(group, 0))
+        global _last
+        _last = (weakref.ref(self._model), self._groups)
 
     def go_on(self, what: str | None) -> bool:
         """Whether there is another replay: `what` this rank wants, None if it has done.
@@ -68,6 +74,31 @@ class Ranks:
                 f"communicate alike: name what applies on every rank, with axes= and module= and smallest=False."
             )
         return bool(wanted)
+
+
+def meet(model: torch.nn.Module, wants: bool, asked: str) -> bool:
+    """Whether a rank wants more replays. All ranks come here whose steps communicated when they were last replayed.
+
+    Args:
+        model: of the step.
+        wants: whether this rank does.
+        asked: what it was started with; all were to be started alike.
+
+    Raises:
+        ReplayError: on every rank, if they were not.
+    """
+    groups = _last[1] if _last is not None and _last[0]() is model else ()
+    said = _number(asked)
+    wanted, most, least = int(wants), said, said
+    for group in groups:
+        wanted, most, least = _largest(group, wanted, most, -least)
+        least = -least
+    if most != least:
+        raise ReplayError(
+            f"The ranks of this step were started differently (this one: {asked or 'without options'}), and would wait "
+            f"for each other: start every rank with the same options."
+        )
+    return bool(wanted)
 
 
 def _counted() -> dict[Any, int]:

@@ -16,11 +16,11 @@ import torch
 
 from nantrace.capture.lifecycle import Lifecycle
 from nantrace.capture.sites import watched_modules
-from nantrace.errors import NantraceError
+from nantrace.errors import NantraceError, ReplayError
 from nantrace.flow.record import Recording, record
 from nantrace.replay.afford import Cost
 from nantrace.replay.ends import Ends, EndsListener
-from nantrace.replay.ranks import Ranks
+from nantrace.replay.ranks import Ranks, meet
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.step import Step
 
@@ -63,7 +63,7 @@ class Replays:
         self.unprobed: list[Ends] = []
         self.probed: list[Ends] = []
         self._progress = progress
-        self._ranks = Ranks(alike)
+        self._ranks = Ranks(step.model, alike)
 
     def __enter__(self) -> Replays:
         return self
@@ -139,6 +139,26 @@ class Replays:
         with self.one(what, same=not {"freeze", "neutral"} & options.keys()) as listener:
             recording = record(step, step.model, step.batch, optimizer=step.optimizer, **options)
             return recording, listener.ended(recording.returned, recording.error)
+
+
+def replay_more(step: Step, problem: str | None) -> None:
+    """All ranks of a step come here before more replays of it; one that cannot use them runs along with the others.
+
+    Args:
+        step: replayed before.
+        problem: why this rank needs no more; None if it does.
+
+    Raises:
+        ReplayError: the problem, when the other ranks have done.
+    """
+    wanted = meet(step.model, problem is None, "")
+    if problem is None:
+        return
+    if wanted:
+        with Replays(step, 1) as replays:
+            replays.plain("along with other ranks")
+            raise ReplayError(problem)  # having run along until nobody wants another
+    raise ReplayError(problem)
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from nantrace.capture.surroundings import eager_instead_of_compiled
+from nantrace.capture.surroundings import eager_instead_of_compiled, own_path, rank
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.errors import ReplayError
 from nantrace.lineage import Lineage, OpEvent
 from nantrace.replay.keeper import Keeper, watching_autocast
-from nantrace.replay.replays import Replays, called
+from nantrace.replay.replays import Replays, called, replay_more
 from nantrace.replay.step import Step
 
 _SECONDS = 300
@@ -111,7 +111,8 @@ class Reproducer:
 def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdict) -> Reproducer:
     """Write the op at which `verdict` puts the origin, with its real inputs, as a script.
 
-    Takes two replays of the step: one finds the op again, the other keeps what it reads. The state comes back.
+    Takes two replays of the step: one finds the op again, the other keeps what it reads. The state comes back. All
+    ranks of a step that communicates have to call this, each for a folder of its own: "folder.r00001".
 
     Args:
         folder: made if it is not there; `reproduce.py` and `inputs.pt` in it are replaced.
@@ -121,15 +122,12 @@ def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdic
     Raises:
         ReplayError: the verdict names no op, the op does not run again, or its inputs cannot be kept.
     """
-    origin = verdict.origin
-    if origin is None or origin.op is None:
-        raise ReplayError(f"No reproducer: {_why_no_op(verdict)}.")
-    library = origin.op.partition(".")[0]
-    if library not in _TORCHS_OWN:
-        raise ReplayError(f"No reproducer: {origin.op} is an op of {library}, which torch alone cannot run.")
+    origin, problem = verdict.origin, _why_not(verdict)
+    replay_more(step, problem and f"No reproducer: {problem}.")
+    assert origin is not None
     with Replays(step, 2) as replays:
         keeper = _kept(replays, origin)
-    target = Path(folder)
+    target = Path(own_path(folder, rank()))
     try:
         target.mkdir(parents=True, exist_ok=True)
         torch.save(keeper.kept, target / "inputs.pt")
@@ -139,6 +137,16 @@ def write_reproducer(folder: str | os.PathLike[str], step: Step, verdict: Verdic
         said = f"No reproducer: {target} cannot be written ({failed.strerror}): choose another folder."
         raise ReplayError(said) from None
     return _verified(script)
+
+
+def _why_not(verdict: Verdict) -> str | None:
+    origin = verdict.origin
+    if origin is None or origin.op is None:
+        return _why_no_op(verdict)
+    library = origin.op.partition(".")[0]
+    if library not in _TORCHS_OWN:
+        return f"{origin.op} is an op of {library}, which torch alone cannot run"
+    return None
 
 
 def _why_no_op(verdict: Verdict) -> str:

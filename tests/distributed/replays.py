@@ -9,14 +9,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import nantrace
+from nantrace.cli import main
 
 
 class Log(nn.Module):
@@ -78,11 +81,47 @@ def different_rows(rank: int) -> str:
     return ""
 
 
-SCENARIOS: tuple[Callable[[int], Any], ...] = (uneven, averaged, one_only, rows, different_rows)
+def given() -> nantrace.Step:
+    """What the command line loads."""
+    return nantrace.Step(counting, model(dist.get_rank()), BATCH)
 
 
-def main() -> None:
+def command(*options: str) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["bisect", f"{__file__}:given", *options])
+    return {"code": done.exit_code, "said": done.output.splitlines()}
+
+
+def extras(rank: int) -> dict[str, Any]:
+    return command("--samples", "--reproducer", "repro", "-o", "both.h5")
+
+
+def extras_of_one(rank: int) -> dict[str, Any]:
+    return command(*(["--reproducer", "repro"] if rank else []))
+
+
+def filed(rank: int) -> dict[str, Any]:
+    nantrace.bisect(counting, model(rank), BATCH, path="step.h5")
+    return nantrace.diagnose(nantrace.load(f"step.r{rank:05d}.h5")).to_dict()
+
+
+def taken(rank: int) -> str:
+    if rank:
+        Path("taken.r00001.h5").touch()
+    try:
+        return nantrace.bisect(counting, model(rank), BATCH, path="taken.h5").status
+    except nantrace.TraceExistsError as error:
+        return str(error)
+
+
+SCENARIOS: tuple[Callable[[int], Any], ...] = (
+    *(uneven, averaged, one_only, rows, different_rows),
+    *(extras, extras_of_one, filed, taken),
+)
+
+
+def run() -> None:
     rank, init, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.chdir(out)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(init_method=f"file://{init}", rank=rank, world_size=2)
     answers = {scenario.__name__: scenario(rank) for scenario in SCENARIOS}
@@ -93,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -64,3 +64,33 @@ def test_different_rows_on_two_ranks_are_refused_on_both_in_a_sentence(ranks: li
     said = [answers["different_rows"] for answers in ranks]
     assert all(each.startswith("The ranks of this step want different replays next (this one: ") for each in said)
     assert "evaluation mode" in said[1] and all("name what applies on every rank" in each for each in said)
+
+
+def test_extras_that_one_rank_alone_can_have_are_made_while_the_other_runs_along(ranks: list[dict[str, Any]]) -> None:
+    clean, fault = (answers["extras"] for answers in ranks)
+    assert (clean["code"], fault["code"]) == (0, 0)
+    assert "No failing samples: the verdict is clean, there is nothing to leave out." in clean["said"]
+    assert "No reproducer: the verdict is clean, there is no op to reproduce." in clean["said"]
+    assert clean["said"][-1] == "Next: nantrace report both.r00000.h5"
+    assert any(line.startswith("Wrote repro.r00001/reproduce.py (verified in a") for line in fault["said"])
+
+
+def test_ranks_started_with_different_options_both_end_with_a_sentence(ranks: list[dict[str, Any]]) -> None:
+    for answers, options in zip(ranks, ("without options", "--reproducer"), strict=True):
+        ended = answers["extras_of_one"]
+        assert ended["code"] == 3
+        assert ended["said"][-1] == (
+            f"nantrace: The ranks of this step were started differently (this one: {options}), and would wait for each "
+            "other: start every rank with the same options."
+        )
+
+
+def test_each_rank_keeps_its_verdict_in_its_own_file(ranks: list[dict[str, Any]]) -> None:
+    clean, fault = (answers["filed"] for answers in ranks)
+    assert (clean["status"], clean["replays"]) == ("clean", 3)
+    assert (fault["status"], fault["origin"]["op"], fault["replays"]) == ("fault", "aten.log", 4)
+
+
+def test_a_rank_whose_file_exists_refuses_and_leaves_the_other_to_its_verdict(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["taken"] == "clean"
+    assert ranks[1]["taken"].startswith("taken.r00001.h5 exists already: choose another path")
