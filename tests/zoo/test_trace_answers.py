@@ -27,6 +27,7 @@ _LEFT_OPEN = {
     "func_grad_of_a_length",
     "func_gradient_is_written_by_hand",
     "gradient_was_never_cleared",
+    "hook_cleans_the_gradient_of_a_root",
     "inner_loop_learning_rate",
     "length_through_data",
     "low_rank_update_is_merged",
@@ -47,14 +48,22 @@ _LEFT_OPEN = {
     "softplus_by_hand_in_where",
     "teacher_is_nan",
     "thread_prepares_the_data",
+    "two_impossible_paths_erased_by_their_mask",
 }
 _WRONG = {
     # A NaN of forward, replaced before anybody saw it: only its gradient shows.
+    "cleaned_inside_a_checkpoint",
     "empty_neighbourhood_replaced_after_softmax",
     "library_divergence_of_masked_policies",
     "masked_row_is_made_zero_too_late",
     # -inf among other values may be a mask that the module which makes NaN of it was meant to read.
     "noise_level_of_zero_is_embedded",
+    # What a loss reads beside the model's output is seen in the batch alone, and the step has a loader of its own.
+    "loader_yields_a_bad_target",
+    # A method that is called by its name, without the module, is code of whoever calls it.
+    "log_cosh_in_a_method",
+    # Parameters are looked at where an optimizer updates them.
+    "hand_written_update_beside_a_skip",
     # Rows of padding and rows that fail stand in the same tensors.
     "padding_is_dropped_beside_a_fault",
     # Behind a gradient that was asked for, code of the model and code outside it look the same.
@@ -107,6 +116,8 @@ def test_a_step_that_a_check_leaves_out_is_contained_where_an_optimizer_is_known
         ("guard_too_late_for_batch_norm", "No backward followed that forward"),
         ("one_member_of_an_ensemble", "inside a functorch transform"),
         ("numpy_makes_a_feature", "read from elsewhere, such as a file, numpy or an attribute"),
+        ("hand_written_update_beside_a_skip", "The gradient of scale is nonfinite too, and no optimizer seen holds it"),
+        ("loader_yields_a_bad_target", "Not seen: whether a target was nonfinite already"),
         ("ratio_clamped_after_exp", "Forward read values up to 348, of which exp is infinite"),
         ("sigma_turns_negative", "sigma, positive in every step before, is -0.98 since the last update"),
         ("softplus_by_hand_in_where", "Forward read values up to 150, of which exp is infinite"),

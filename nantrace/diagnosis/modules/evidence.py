@@ -133,8 +133,22 @@ def _skip(seen: Seen, row: int, step: int) -> str:
     attempted = int(entry.get("attempted") or 1)
     which = f"{entry['skipped']} of the {attempted} updates" if attempted > 1 else "the update"
     updated = seen.rows(step, Role.PARAM, Role.BUFFER, phases=[Phase.UPDATE])
-    intact = "" if any(seen.bad[r] and not seen.mark[r] for r in updated) else ": parameters and buffers stayed finite"
-    return f"GradScaler skipped {which} of step {step}{intact}.{_scaled(seen, row, entry)}{tail}"
+    loose = _loose(seen, step)
+    spoilt = loose or any(seen.bad[r] and not seen.mark[r] for r in updated)
+    intact = "" if spoilt else ": parameters and buffers stayed finite"
+    return f"GradScaler skipped {which} of step {step}{intact}.{loose}{_scaled(seen, row, entry)}{tail}"
+
+
+def _loose(seen: Seen, step: int) -> str:
+    """What a skip does not protect: nonfinite gradients of parameters that no optimizer of the trace holds."""
+    read = (seen.role == Role.GRAD) & np.isin(seen.phase, [int(Phase.POST_BACKWARD), int(Phase.OPTIMIZER)])
+    held = {seen.name(int(r)) for r in np.flatnonzero(read)}
+    rows = seen.rows(step, Role.GRAD, phases=[Phase.BACKWARD])
+    names = list(dict.fromkeys(name for r in rows if seen.bad[r] and (name := seen.name(int(r))) not in held))
+    if not names or not held:
+        return ""
+    which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return f" The gradient of {which} is nonfinite too, and no optimizer seen holds it: a skip keeps nothing from it."
 
 
 def _scaled(seen: Seen, row: int, entry: Mapping[str, Any]) -> str:
@@ -167,6 +181,8 @@ def _gap(seen: Seen, row: int) -> str:
     unsure = suspects.model_unseen(seen, int(seen.step[row])) or differentiated_before(seen, row)
     where = "" if unsure else " outside the modules"
     hidden = f", nor what forward{where} may have hidden" if seen.phase[row] == Phase.BACKWARD else ""
+    if seen.role[row] == Role.LOSS and not unsure and not suspects.numbers_given(seen, row):
+        return f"Not seen: whether a target was nonfinite already, or which op{where} made it of finite ones."
     return f"Not seen: which op{where} made it{hidden}; a module trace holds no ops."
 
 

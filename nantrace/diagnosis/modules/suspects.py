@@ -101,6 +101,12 @@ def finite_batch(seen: Seen, row: int) -> bool:
     return bool(batch) and came_in(seen, row) and not any(seen.bad[r] for r in batch)
 
 
+def numbers_given(seen: Seen, row: int) -> bool:
+    """Whether the batch of the step of `row` was handed to the trace, with floating-point numbers in it."""
+    given = (int(r) for r in seen.rows(int(seen.step[row]), Role.INPUT) if seen.call[r] == 0)
+    return any("float" in seen.site(r).dtype for r in given)
+
+
 def last_inside(seen: Seen, call: Call, row: int) -> str | None:
     """The submodule that was the last to return to the code of `call` before `row`."""
     calls = seen.calls(int(seen.step[row]))

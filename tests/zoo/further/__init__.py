@@ -26,21 +26,29 @@ from tests.zoo.further import (
     objectives,
     optimizers,
     physics,
+    places,
     policies,
     precision,
     recipes,
+    recomputed,
     sequences,
     signals,
+    slopes,
     supplied,
     transforms,
+    unharmed,
 )
 
 _FIRST = (loops, guards, averages, optimizers, objectives, arithmetic, given)
 _SECOND = (formulas, sequences, recipes, transforms, fine)
 _AREAS = (signals, graphs, generative, policies, geometry, densities, physics, marks)
 _TRAINING = (language, moments, precision, supplied, derivatives)
+_ELSEWHERE = (recomputed, slopes, places, unharmed)
 
 #: Every case, room by room.
 CASES: tuple[Case, ...] = tuple(
-    value for room in _FIRST + _SECOND + _AREAS + _TRAINING for value in vars(room).values() if isinstance(value, Case)
+    value
+    for room in _FIRST + _SECOND + _AREAS + _TRAINING + _ELSEWHERE
+    for value in vars(room).values()
+    if isinstance(value, Case)
 )

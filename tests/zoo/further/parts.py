@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.zoo.case import Expectation
+
+
+class Code(nn.Module):
+    """A function as a module, so that it has a name in the model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def chain(**modules: nn.Module) -> Any:
+    """A `Sequential` of named modules."""
+    return nn.Sequential(OrderedDict(modules))
 
 
 class Exp(nn.Module):
