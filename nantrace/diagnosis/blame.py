@@ -106,7 +106,10 @@ class _Case:
             self.evidence.append("Arithmetic turned it into finite values: what it scales is silenced or stuck.")
             return self._say("contained", "state", absorbed)
         status: Status = "expected" if self.lineage.events else "clean"
-        return Finding(Verdict(status, evidence=(*harmless.told(self.lineage), *self.lineage.notes)))
+        return Finding(Verdict(status, evidence=self._harmless()))
+
+    def _harmless(self, *more: str) -> tuple[str, ...]:
+        return (*harmless.told(self.lineage), *more, *self.lineage.notes)
 
     # ------------------------------------------------------------------------------------------------ fault
     def _fault(self) -> Finding:
@@ -251,6 +254,10 @@ class _Case:
         hit = next((hit for hit in self.damage.contained if kept.id in hit.roots), None)
         if update_growth(self.lineage, event) is not None and self._born_of_updates(event):
             return self._say("fault", "update", event, hit.sink if hit else None, cause="exploding_update")
+        if not self.damage.contained and harmless.are_beside_training(self.roots, births):
+            facts = 1 if update_growth(self.lineage, event) is None else 2  # how the parameters grew comes first
+            why = explain(self.lineage, event).evidence[:facts]
+            return Finding(Verdict("expected", evidence=self._harmless(*why, harmless.BESIDE)))
         self.evidence += [_excuse(self.lineage, hit.sink)] if hit else self._where_it_ended(event)
         if hit and is_bad_unscaled(self.roots, hit):
             self.evidence.append(

@@ -1,12 +1,24 @@
-"""What a step held that was nonfinite on purpose: what put it there and where, so that a reader can agree."""
+"""What a step held that was nonfinite and is no news: put in on purpose, or computed beside training, as for a log.
+
+Says what put it there and where, so that a reader can agree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nantrace.diagnosis.causes.reading import size
 from nantrace.diagnosis.causes.wording import counts, place, plural
+from nantrace.diagnosis.roots import Roots
 from nantrace.lineage import Lineage, OpEvent
 
 _SHOWN = 3
+_OUTSIDE = ("loss", "post_backward")  # phases of code outside of the model that is no update
+#: What is said of values that `are_beside_training`.
+BESIDE = (
+    "It was computed outside of the model, and no module, loss, gradient or update read it, as is usual of a number "
+    "for the log (a perplexity, an accuracy)."
+)
 
 
 def told(lineage: Lineage) -> tuple[str, ...]:
@@ -21,6 +33,24 @@ def told(lineage: Lineage) -> tuple[str, ...]:
     if said:
         said.append("No loss, gradient, parameter, moment or buffer was harmed by it.")
     return tuple(said)
+
+
+def are_beside_training(roots: Roots, births: Sequence[OpEvent]) -> bool:
+    """Whether training neither keeps nor reads any of these values, nor what came of them.
+
+    Made outside of the model, never turned into something finite that could be used, and never tested by the step: a
+    number that was only printed or stored. The caller knows that no sink holds them.
+    """
+    if not births or not roots.lineage.backwards:
+        return False
+    made = {id for event in births for id in roots.descendants(event.id)}
+    tested = {id for _, ids, raw in roots.lineage.guard_reads if not raw for id in ids}
+    return made.isdisjoint(tested) and all(_is_unused(roots.event(id)) for id in made)
+
+
+def _is_unused(event: OpEvent) -> bool:
+    read_elsewhere = [reader for reader in event.readers if reader not in _OUTSIDE]
+    return event.phase in _OUTSIDE and not event.absorbed_by and not read_elsewhere
 
 
 def _sentence(event: OpEvent) -> str:

@@ -19,7 +19,7 @@ from nantrace.lineage import Operand
 
 _HEADLINE = {
     "contained": "CONTAINED",
-    "expected": "EXPECTED: nonfinite values on purpose, no fault.",
+    "expected": "EXPECTED: nonfinite values that training does not feel, no fault.",
     "clean": "CLEAN: nothing nonfinite was seen.",
     "not_reproduced": "NOT REPRODUCED: the replayed step stayed finite.",
     "inconclusive": "INCONCLUSIVE",

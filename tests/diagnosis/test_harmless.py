@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nantrace
 from nantrace.diagnosis.blame import blame
 from nantrace.diagnosis.modules.by_module import by_module
+from nantrace.render.text import text
 from tests.diagnosis.flows import Flow
 from tests.diagnosis.written import NEGINF, Written
 
@@ -44,3 +51,60 @@ def test_a_trace_of_modules_says_where_its_marks_are() -> None:
     assert verdict.evidence[0].startswith(
         "2 of 7 tensors hold -inf only, as masks do: attn args[0], attn.softmax args[0]."
     )
+
+
+def measured(measure: Callable[[Tensor, Tensor], object]) -> nantrace.Trace:
+    """A sound step with a number for the log: `measure` is given the output and the loss."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nantrace.trace(model, optimizer=optimizer, ops=True, on_nonfinite="raise") as tracer:
+        out = model(torch.rand(8, 4))
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        measure(out, loss)
+    return tracer.trace
+
+
+@torch.no_grad()
+def perplexity(out: Tensor, loss: Tensor) -> float:
+    return (loss + 1000).exp().item()
+
+
+@torch.no_grad()
+def accuracy(out: Tensor, loss: Tensor) -> float:
+    counted = torch.zeros_like(out)
+    return ((out > 0) * counted).sum().div(counted.sum()).item()
+
+
+@pytest.mark.parametrize(
+    ("measure", "why"),
+    [
+        (perplexity, "exp(x) exceeds 3.4e+38, the largest float32 value, from x = 88.7 on; the input reached 1,000."),
+        (accuracy, "aten.div divided 0 by 0: its divisor was 0."),
+        (lambda out, loss: (loss + 1000).exp().item(), "from x = 88.7 on"),  # without torch.no_grad
+    ],
+)
+def test_a_number_for_the_log_is_told_and_raises_no_alarm(
+    measure: Callable[[Tensor, Tensor], object], why: str
+) -> None:
+    trace = measured(measure)
+    verdict = nantrace.diagnose(trace)
+    assert (verdict.status, verdict.origin, verdict.advice) == ("expected", None, ())
+    told = " ".join(verdict.evidence)
+    assert "test_harmless.py" in verdict.evidence[0] and why in told and "a number for the log" in told
+    shown = text(trace, verdict)
+    assert "FIRST NONFINITE" not in shown and "CONTAINED" not in shown
+    assert "EXPECTED: nonfinite values that training does not feel" in shown
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda out, loss: bool(torch.isfinite((loss + 1000).exp())),  # the step asks: something may hang on it
+        lambda out, loss: (loss + 1000).exp().clamp(max=1.0),  # somebody may go on with what is finite again
+    ],
+)
+def test_a_value_that_the_step_tests_or_mends_stays_contained(measure: Callable[[Tensor, Tensor], object]) -> None:
+    assert nantrace.diagnose(measured(measure)).status == "contained"

@@ -217,7 +217,7 @@ def test_a_verdict_that_has_its_op_does_not_ask_for_bisect_again() -> None:
     ("status", "headline"),
     [
         ("clean", "CLEAN: nothing nonfinite was seen."),
-        ("expected", "EXPECTED: nonfinite values on purpose, no fault."),
+        ("expected", "EXPECTED: nonfinite values that training does not feel, no fault."),
         ("not_reproduced", "NOT REPRODUCED: the replayed step stayed finite."),
         ("inconclusive", "INCONCLUSIVE. Why."),
         ("contained", "CONTAINED. Why."),
