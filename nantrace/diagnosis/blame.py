@@ -18,6 +18,7 @@ from nantrace.diagnosis.causes.hyperparameters import of_silencing, silencing
 from nantrace.diagnosis.causes.messengers import update_growth
 from nantrace.diagnosis.causes.table import Explanation
 from nantrace.diagnosis.causes.wording import has_rounds, in_round, round_of
+from nantrace.diagnosis.contained import advice_of_contained
 from nantrace.diagnosis.damage import Damage, Hit, damage, escaping_event, is_bad_unscaled
 from nantrace.diagnosis.origins import as_read, named_by_sink, origin_of, step_on_path
 from nantrace.diagnosis.prepared import is_prepared_data
@@ -316,12 +317,22 @@ class _Case:
             cause or why.cause,
             origin_of(event),
             evidence=(*why.evidence, *self.evidence, *reached, *self.lineage.notes),
-            advice=_that_help(why.advice, stage),
+            advice=self._advice(status, _that_help(why.advice, stage), event, sink),
             also=self._also(event, others),
             path=tuple(path),
             region=region,
         )
         return Finding(verdict, self.wants)
+
+    def _advice(self, status: Status, checks: tuple[str, ...], event: OpEvent, sink: Sink | None) -> tuple[str, ...]:
+        """The checks; of what was contained those that the report has not answered."""
+        stands = event.kind == "external" or any(is_bad_unscaled(self.roots, hit) for hit in self.damage.contained)
+        if status != "contained" or stands:  # bad state and a loss that no scale mends fail again
+            return checks
+        made = (self.roots.event(id) for id in sorted(self.roots.descendants(event.id)))
+        absorbed_by = next((op for each in made for op in each.absorbed_by), None)
+        excuse = None if sink is None else sink.excuse or "skip"
+        return advice_of_contained(checks, excuse, absorbed_by, event.carries_grad)
 
     def _also(self, event: OpEvent, others: frozenset[int]) -> tuple[Origin, ...]:
         """Where an infinity became NaN, the forward half of a backward birth, and other roots of the same damage."""

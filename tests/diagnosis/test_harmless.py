@@ -14,7 +14,7 @@ from nantrace.diagnosis.blame import blame
 from nantrace.diagnosis.modules.by_module import by_module
 from nantrace.render.text import text
 from tests.diagnosis.flows import Flow
-from tests.diagnosis.written import NEGINF, Written
+from tests.diagnosis.written import NEGINF, POSINF, Written
 
 
 def test_an_expected_step_says_which_op_put_in_what_and_on_which_line() -> None:
@@ -108,3 +108,24 @@ def test_a_number_for_the_log_is_told_and_raises_no_alarm(
 )
 def test_a_value_that_the_step_tests_or_mends_stays_contained(measure: Callable[[Tensor, Tensor], object]) -> None:
     assert nantrace.diagnose(measured(measure)).status == "contained"
+
+
+def test_advice_on_what_was_contained_does_not_ask_whether_the_step_stays_finite() -> None:
+    verdict = nantrace.diagnose(measured(lambda out, loss: (loss + 1000).exp().clamp(max=1.0)))
+    assert verdict.status == "contained" and len(verdict.advice) <= 3
+    assert verdict.advice[0].startswith(
+        "aten.clamp keeps it out of the result. It does harm where that lets it through"
+    )
+    assert verdict.advice[1].startswith("To be rid of it: clamp the input below 88 at ")
+    assert not [text for text in verdict.advice if "stays finite" in text or "stay finite" in text]
+
+
+def test_advice_of_modules_on_what_reached_nothing_does_not_ask_that_either() -> None:
+    written = Written("float16", wo="Linear")
+    with written.call(""):
+        written.run("wo", made=POSINF)
+        written.run("clamp", given=POSINF)
+    written.loss()
+    verdict = by_module(written.trace())
+    assert verdict.status == "contained"
+    assert "To be rid of it: run wo in float32 (or bfloat16)." in verdict.advice

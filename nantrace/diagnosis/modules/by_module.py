@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nantrace.diagnosis import growth
+from nantrace.diagnosis.contained import still_open
 from nantrace.diagnosis.modules import evidence, suspects
 from nantrace.diagnosis.modules.advice import advice, advice_for_state
 from nantrace.diagnosis.modules.backward import made_elsewhere, weights_changed
@@ -347,13 +348,14 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
     if blame.why:
         said = (said[0], blame.why, *said[1:])
     path = _path(seen, row, blame.sink)
+    checks = advice(seen, row, blame.stage, cause, blame.sink)
     return Verdict(
         blame.status,
         blame.stage,
         cause,
         origin,
         said,
-        advice(seen, row, blame.stage, cause, blame.sink),
+        still_open(checks) if blame.status == "contained" and blame.sink is None else checks,
         _others(seen, blame),
         path,
         region=suspects.region(seen, row),
