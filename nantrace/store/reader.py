@@ -6,10 +6,11 @@ Values come through HDF5's own types; nothing is ever unpickled. The format is s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import h5py
@@ -24,12 +25,14 @@ from nantrace.store.lines import Refused, steps_of
 from nantrace.store.plain import from_json
 from nantrace.store.schema import FORMAT_MAJOR, FORMAT_MINOR, NULL, TABLE_VERSION, TABLES, join_names, unescape
 
-_BLOCK = 65_536  # rows of events read at once
+BLOCK = 65_536  # rows of events read at once
 _LARGEST_CHUNK = 64 * 2**20  # bytes; HDF5 allocates a filtered chunk whole
 _LARGEST_RATIO = 1100  # deflate makes at most 1032 bytes out of one
 _ODD = object()
 _PHASES = {int(phase): phase for phase in Phase}
 _ROLES = {int(role): role for role in Role}
+#: From blocks of valid rows, the number of rows that the file names, and their table: a trace's events.
+Gather = Callable[[Iterator[npt.NDArray[np.void]], int, h5py.Dataset], Any]
 _REQUIRED = ("names", "sites", "events")
 
 
@@ -48,14 +51,27 @@ def load(path: str | os.PathLike[str], progress: Callable[[str], None] | None = 
         NantraceError: there is no such file, or it cannot be opened.
         TypeError: `path` is not a path.
     """
+    with opened(path, _together, progress) as trace:
+        return trace
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | os.PathLike[str], gather: Gather, progress: Callable[[str], None] | None = None
+) -> Iterator[Trace]:
+    """A trace as `load` reads it, with its file open, and for events what `gather` makes of them."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         shown = f"a {type(path).__name__}" if len(repr(path)) > 60 else repr(path)
         raise TypeError(f"load got {shown}: pass the path of a trace that nantrace.trace wrote")
     path = os.fspath(path)
     _check_openable(path)
+    with contextlib.ExitStack() as exits:
+        yield _told(path, exits, gather, progress)
+
+
+def _told(path: str, exits: contextlib.ExitStack, gather: Gather, progress: Callable[[str], None] | None) -> Trace:
     try:
-        with _open(path) as file:
-            return _read(file, path, progress)
+        return _read(exits.enter_context(_open(path)), path, gather, progress)
     except Refused as refused:
         raise TraceFormatError(f"{path} {refused}.") from None
     except MemoryError:
@@ -109,7 +125,7 @@ def _is_hdf5(path: str) -> bool:
         return file.read(8) == b"\x89HDF\r\n\x1a\n"
 
 
-def _read(file: h5py.File, path: str, progress: Callable[[str], None] | None) -> Trace:
+def _read(file: h5py.File, path: str, gather: Gather, progress: Callable[[str], None] | None) -> Trace:
     meta = _meta(file)
     _check_version(meta.pop("format_version", None))
     complete = meta.pop("complete", False) is True
@@ -124,8 +140,11 @@ def _read(file: h5py.File, path: str, progress: Callable[[str], None] | None) ->
     found = {name: _rows(table, name, counts.get(name), size) for name, table in tables.items() if name != "events"}
     names = join_names(found["names"].tolist())
     sites = _sites(found["sites"].tolist(), names)
+    table = tables["events"]
+    assert table is not None
+    length = _length(table, "events", counts.get("events"), size)
     return Trace(
-        events=_events(tables["events"], counts.get("events"), len(sites), size, progress),
+        events=gather(_valid(table, length, len(sites), progress), length, table),
         sites=sites,
         modules=tuple(_module(row, number, names) for number, row in enumerate(found["modules"].tolist())),
         steps=steps_of(found["ledger"], found["steps"], found["lines"] if has_rows else None, path),
@@ -297,22 +316,34 @@ def _slice(table: h5py.Dataset, name: str, begin: int, end: int) -> npt.NDArray[
     return rows
 
 
-def _events(
-    table: h5py.Dataset, committed: int | None, sites: int, size: int, progress: Callable[[str], None] | None
-) -> npt.NDArray[np.void]:
-    """The longest prefix with `seq` rising from 1 by ones and sites that exist."""
-    length = _length(table, "events", committed, size)
-    rows = np.empty(length, EVENT)  # one array that is filled: blocks to join would be held twice
-    for begin in range(0, length, _BLOCK):
-        block = rows[begin : begin + _BLOCK]
-        block[:] = _slice(table, "events", begin, begin + len(block))
+def events_of(table: h5py.Dataset, begin: int, end: int) -> npt.NDArray[np.void]:
+    """Some rows of the table of events."""
+    return _slice(table, "events", begin, end)
+
+
+def _valid(
+    table: h5py.Dataset, length: int, sites: int, progress: Callable[[str], None] | None
+) -> Iterator[npt.NDArray[np.void]]:
+    """Blocks of the longest prefix with `seq` rising from 1 by ones and sites that exist."""
+    for begin in range(0, length, BLOCK):
+        block = events_of(table, begin, min(begin + BLOCK, length))
         expected = np.arange(begin + 1, begin + len(block) + 1, dtype=np.uint64)
         valid = (block["seq"] == expected) & (block["site"] < sites)
         if not valid.all():
-            return rows[: begin + int(np.argmin(valid))].copy()
+            yield block[: int(np.argmin(valid))]
+            return
+        yield block
         if progress is not None:
             progress(f"read {begin + len(block):,} of {length:,} events")
-    return rows
+
+
+def _together(blocks: Iterable[npt.NDArray[np.void]], length: int, table: h5py.Dataset) -> npt.NDArray[np.void]:
+    rows = np.empty(length, EVENT)  # one array that is filled: blocks to join would be held twice
+    count = 0
+    for block in blocks:
+        rows[count : count + len(block)] = block
+        count += len(block)
+    return rows if count == length else rows[:count].copy()
 
 
 def _text(names: dict[int, str], reference: int, what: str) -> str | None:

@@ -94,6 +94,9 @@ def align_events(shared: Ground, a: Events, b: Events) -> Alignment:
         for events, names, places in zip((a, b), shared.names, shared.places, strict=True)
     ]
     split = len(a)
+    if all(np.array_equal(of_a, of_b) for of_a, of_b in zip(*parts, strict=True)):
+        rows, none = np.arange(split), np.zeros(0, np.int64)
+        return Alignment(rows, rows, none, none, parts[0][2], _count_within(_combined(parts[0])) + 1)
     keys = _combined([np.concatenate([parts[0][n], parts[1][n]]) for n in range(3)])
     occurrence = np.concatenate([_count_within(keys[:split]), _count_within(keys[split:])])
     keys = _combined([keys, occurrence])

@@ -175,12 +175,14 @@ def compare(
     counts: Counter[str] = Counter(dict.fromkeys((*_KINDS, *_FACTS), 0))
     kept: dict[str, list[SiteDifference]] = {kind: [] for kind in _KINDS}
     alone: tuple[list[Rows], list[Rows]] = ([], [])
+    alone_nonfinite = [0, 0]
     for rows in parts:
         sides = _part(a, rows[0]), _part(b, rows[1])
         aligned = align_events(shared, sides[0].trace.events, sides[1].trace.events)
         counts["common"] += len(aligned.a)
-        for side, only, at in zip(alone, (aligned.only_a, aligned.only_b), rows, strict=True):
-            side.append(only + at.start)
+        for side, only in enumerate((aligned.only_a, aligned.only_b)):
+            alone[side].append(only + rows[side].start)
+            alone_nonfinite[side] += int(nonfinite_rows(sides[side].trace.events[only]).sum())
         for begin in range(0, len(aligned.a), _BLOCK):
             block = _Block(rules, sides, aligned, begin)
             for name, flags in block.flags.items():
@@ -190,8 +192,8 @@ def compare(
         if progress is not None:
             progress(f"compared {rows[0].stop:,} of {len(a):,} events")
     return Difference(
-        a=_side(a, alone[0], rules.scales[0]),
-        b=_side(b, alone[1], rules.scales[1]),
+        a=_side(a, alone[0], alone_nonfinite[0], rules.scales[0]),
+        b=_side(b, alone[1], alone_nonfinite[1], rules.scales[1]),
         common=counts.pop("common", 0),
         nonfinite=tuple(kept["nonfinite"]),
         ranges=tuple(kept["range"]),
@@ -257,7 +259,7 @@ class _Block:
 
     def __init__(self, rules: _Rules, sides: tuple[Unscaled, Unscaled], aligned: Alignment, begin: int) -> None:
         self._rules, self._traces, self._aligned, self._begin = rules, [s.trace for s in sides], aligned, begin
-        rows = [side[begin : begin + _BLOCK] for side in (aligned.a, aligned.b)]
+        rows = [_run(side[begin : begin + _BLOCK]) for side in (aligned.a, aligned.b)]
         self._a, self._b = (trace.events[at] for trace, at in zip(self._traces, rows, strict=True))
         self._perhaps = [side.perhaps[at] for side, at in zip(sides, rows, strict=True)]
         self._sites = self._a["site"], self._b["site"]
@@ -357,6 +359,12 @@ def _stats(trace: Trace, event: npt.NDArray[np.void]) -> TensorStats:
     return Seen.of(dataclasses.replace(trace, events=event)).stats(0)
 
 
+def _run(rows: Rows) -> Rows | slice:
+    """Rows that follow each other as a slice, which copies nothing."""
+    begin, end = int(rows[0]), int(rows[0]) + len(rows)
+    return slice(begin, end) if np.array_equal(rows, np.arange(begin, end)) else rows
+
+
 def _unreadable(events: npt.NDArray[np.void]) -> Flags:
     """Rows of tensors of which no element could be read."""
     counted = (events["finite"] != 0) | nonfinite_rows(events)
@@ -369,7 +377,7 @@ def _coded(sides: list[list[Any]]) -> list[Rows]:
     return [np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64) for values in sides]
 
 
-def _side(trace: Trace, alone: list[Rows], scales: tuple[float, float] | None) -> Side:
+def _side(trace: Trace, alone: list[Rows], nonfinite: int, scales: tuple[float, float] | None) -> Side:
     only = np.concatenate([*alone, np.zeros(0, np.int64)])
     by_site = Counter(trace.events["site"][only].tolist())
     by: Counter[str] = Counter()
@@ -382,9 +390,9 @@ def _side(trace: Trace, alone: list[Rows], scales: tuple[float, float] | None) -
         events=len(trace),
         scales=scales,
         only=len(only),
-        only_nonfinite=int(nonfinite_rows(trace.events)[only].sum()),
+        only_nonfinite=nonfinite,
         only_by=dict(by.most_common()),
-        first_only=_place(trace.site(trace.events[only.min()])) if len(only) else None,
+        first_only=_place(trace.sites[trace.events["site"][only.min()]]) if len(only) else None,
     )
 
 

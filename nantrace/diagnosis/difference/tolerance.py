@@ -61,13 +61,13 @@ def usual_magnitudes(trace: Trace, sizes: Floats) -> Floats:
         sizes: of each of its events what `counting` makes of it.
     """
     kinds: dict[tuple[int, int, str], int] = {}
-    kind = np.array([kinds.setdefault(_kind(site), len(kinds)) for site in trace.sites], np.int64)
+    kind = np.array([kinds.setdefault(_kind(site), len(kinds)) for site in trace.sites], np.int32)
     usual = np.zeros(len(kinds))
     if len(kind):
         of_row = kind[trace.events["site"]]
         for number in range(len(kinds)):
             counted = sizes[(of_row == number) & (sizes > 0)]
-            usual[number] = np.median(counted) if counted.size else 0.0
+            usual[number] = np.median(counted, overwrite_input=True) if counted.size else 0.0
     return usual[kind] if len(kind) else usual
 
 
