@@ -116,7 +116,7 @@ def test_a_step_that_a_check_leaves_out_is_contained_where_an_optimizer_is_known
         ("guard_too_late_for_batch_norm", "No backward followed that forward"),
         ("one_member_of_an_ensemble", "inside a functorch transform"),
         ("numpy_makes_a_feature", "read from elsewhere, such as a file, numpy or an attribute"),
-        ("hand_written_update_beside_a_skip", "The gradient of scale is nonfinite too, and no optimizer seen holds it"),
+        ("hand_written_update_beside_a_skip", "The gradient of scale is nonfinite too, and no optimizer read it"),
         ("loader_yields_a_bad_target", "Not seen: whether a target was nonfinite already"),
         ("ratio_clamped_after_exp", "Forward read values up to 348, of which exp is infinite"),
         ("sigma_turns_negative", "sigma, positive in every step before, is -0.98 since the last update"),

@@ -140,7 +140,7 @@ def _skip(seen: Seen, row: int, step: int) -> str:
 
 
 def _loose(seen: Seen, step: int) -> str:
-    """What a skip does not protect: nonfinite gradients of parameters that no optimizer of the trace holds."""
+    """What a skip does not protect: nonfinite gradients that no optimizer of the trace was seen to read."""
     read = (seen.role == Role.GRAD) & np.isin(seen.phase, [int(Phase.POST_BACKWARD), int(Phase.OPTIMIZER)])
     held = {seen.name(int(r)) for r in np.flatnonzero(read)}
     rows = seen.rows(step, Role.GRAD, phases=[Phase.BACKWARD])
@@ -148,7 +148,7 @@ def _loose(seen: Seen, step: int) -> str:
     if not names or not held:
         return ""
     which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    return f" The gradient of {which} is nonfinite too, and no optimizer seen holds it: a skip keeps nothing from it."
+    return f" The gradient of {which} is nonfinite too, and no optimizer read it: the skip protects nothing from it."
 
 
 def _scaled(seen: Seen, row: int, entry: Mapping[str, Any]) -> str:
