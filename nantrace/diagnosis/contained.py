@@ -16,10 +16,7 @@ _ANSWERED = re.compile(
 #: Checks that do nothing but ask that question: the same step on other data or in another range.
 _ASKS_ONLY = re.compile(r"^Repeat the step (?:on another batch|without samples?)|^Run the step in bfloat16")
 _WHEN = {
-    "skip": (
-        "A skipped update now and then is what a gradient scaler is for. It does harm where it goes on: watch "
-        "scaler.get_scale(), which must not fall step by step."
-    ),
+    "skip": "A skipped update now and then is what a gradient scaler is for. It does harm where each step is skipped.",
     "guard": (
         "The check in the step kept it out of the parameters. It does harm where it goes on: count how many updates "
         "are left out."
