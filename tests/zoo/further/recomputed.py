@@ -194,3 +194,34 @@ def checkpointed_hook_divides_by_a_zero_gradient() -> Program:
     model = Checkpointed(chain(lin=nn.Linear(3, 3), act=Code(unit_gradient)))
     batch = {"x": torch.rand(4, 3), "weight": torch.tensor([1.0, 1.0, 0.0, 1.0])}
     return model, batch, training(model, lambda model, b: (model(b["x"]).sum(-1) * b["weight"]).square().mean())
+
+
+@case(
+    "a checkpointed block is called twice; in the second call a row may look at nothing, and is left out of the loss",
+    fault("forward", op="aten._softmax", module="attn", kind="nan"),
+)
+def shared_block_fails_in_the_second_call() -> Program:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (self.q(x) @ x.transpose(-1, -2) + mask).softmax(-1) @ x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attn = nn.Linear(3, 3), Attention()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = checkpoint(self.attn, self.first(x), torch.zeros_like(mask), use_reentrant=False)
+            return checkpoint(self.attn, x, mask, use_reentrant=False)
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"], batch["mask"])[:, 1:].square().mean()
+
+    torch.manual_seed(0)
+    mask = torch.zeros(2, 4, 4)
+    mask[1, 0] = -INF
+    return (model := Net()), {"x": torch.rand(2, 4, 3), "mask": mask}, training(model, loss_of)
