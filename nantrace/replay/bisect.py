@@ -17,6 +17,7 @@ from typing import Any, Literal
 from nantrace.capture.sites import is_compiled
 from nantrace.capture.surroundings import own_path, rank
 from nantrace.diagnosis.blame import Frozen, blame
+from nantrace.diagnosis.causes.hyperparameters import checks_of_beta, fact_of_beta
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.flow.record import Recording
@@ -100,7 +101,7 @@ def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike
     if rank() is not None:
         refuse_taken(own)  # not before: other ranks may need this one
     if not replays.left:
-        return _finished(replays, _cut_short(first), first, ())
+        return _finished(replays, _cut_short(first), first, None, ())
     found = _by_module(replays) if depth == "module" else _by_op(replays, first)
     extra = anomaly_evidence(replays, first) if anomaly else ()
     compiled = is_compiled(replays.step.model)
@@ -113,7 +114,7 @@ def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike
         extra += ("The model is compiled: the ops were watched in an eager run of it, the ends in compiled ones.",)
     if path is not None:
         extra += _file_written(replays, path, found.lineage, first)
-    finished = _finished(replays, verdict, first, (*found.how, *extra))
+    finished = _finished(replays, verdict, first, found.lineage, (*found.how, *extra))
     if own is not None and os.path.exists(own):
         keep_verdict(own, finished)
     return finished
@@ -130,12 +131,14 @@ def _file_written(
     return (f"The rows of the trace file are of a replay that differed from the first: {what}.",) if what else ()
 
 
-def _finished(replays: Replays, verdict: Verdict, first: Ends, last_words: tuple[str, ...]) -> Verdict:
+def _finished(
+    replays: Replays, verdict: Verdict, first: Ends, lineage: Lineage | None, last_words: tuple[str, ...]
+) -> Verdict:
     """The verdict with what was observed around it: the step's own exception first."""
     raised = (f"The step raised {first.error}.",) if first.error else ()
     if raised and verdict.status in ("clean", "expected"):
-        verdict = dataclasses.replace(verdict, status="inconclusive", region=("the step",))
-        last_words = ("Nothing harmful was nonfinite until it raised.", *last_words)
+        said, verdict = _broken_off(verdict, first, lineage)
+        last_words = (*said, *last_words)
     settings = tuple(
         f"The step changes a switch of the whole process ({changed}); replays put it back."
         for changed in replays.settings
@@ -144,6 +147,20 @@ def _finished(replays: Replays, verdict: Verdict, first: Ends, last_words: tuple
     outside = (*_changed(replays), *_opaque(replays, first))
     evidence = (*raised, *verdict.evidence, *outside, *settings, *last_words)
     return dataclasses.replace(verdict, evidence=evidence, replays=replays.count)
+
+
+def _broken_off(verdict: Verdict, first: Ends, lineage: Lineage | None) -> tuple[tuple[str, ...], Verdict]:
+    """A step that raised before anything harmful was nonfinite: what is said of that, and the verdict."""
+    what = "Nothing nonfinite was seen" if verdict.status == "clean" else "Nothing harmful was nonfinite"
+    said: tuple[str, ...] = (f"{what} before it raised; what comes after did not run.",)
+    advice: tuple[str, ...] = ("Mend what raised, then bisect again.",)
+    betas = lineage.unit_betas if lineage is not None and first.stepping else []
+    if first.raised == "ZeroDivisionError" and betas:
+        beta = max(betas, key=lambda each: (each.time, each.name))
+        said, advice = (*said, fact_of_beta(beta)), checks_of_beta(beta.name, beta.group)
+    region = (f"{first.stepping}.step",) if first.stepping else ("the step",)
+    stage = "optimizer" if first.stepping else verdict.stage
+    return said, dataclasses.replace(verdict, status="inconclusive", stage=stage, region=region, advice=advice)
 
 
 def _cut_short(first: Ends) -> Verdict:

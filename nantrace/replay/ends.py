@@ -52,6 +52,7 @@ class Ends:
         random: (stream, digest) of the global random streams at the end.
         error: what the step raised, in a sentence: type, message, line; None if it ended well.
         raised: the type of that.
+        stepping: class of the optimizer in whose step it was raised; None if it was in none.
         skipped: updates that a gradient scaler skipped.
     """
 
@@ -62,6 +63,7 @@ class Ends:
     random: tuple[tuple[str, str], ...] = ()
     error: str | None = None
     raised: str | None = None
+    stepping: str | None = None
     skipped: int = 0
 
     @property
@@ -189,6 +191,7 @@ class EndsListener(StepListener):
             tuple((name, _digest_of(state)) for name, state in random_state().items()),
             told,
             raised,
+            None if error is None else _stepping(error),
             self._skipped,
         )
         return self.ends
@@ -234,7 +237,16 @@ def describe(error: Exception) -> str:
     message = str(error).strip().split("\n")[0]
     last = frames[-1] if frames else None
     at = f" at {line_of_source(last.filename, last.lineno or 0, last.name)}" if last else ""
+    optimizer = _stepping(error)
+    at += f", inside {optimizer}.step" if optimizer else ""
     return f"{type(error).__name__}: {message}{at}" if message else f"{type(error).__name__}{at}"
+
+
+def _stepping(error: Exception) -> str | None:
+    """The class of the innermost optimizer whose methods were running."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [type(owner).__name__ for owner in owners if isinstance(owner, torch.optim.Optimizer)]
+    return found[-1] if found else None
 
 
 def _is_library(filename: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -398,3 +399,49 @@ def test_the_users_warnings_pass_through() -> None:
     step = step_of(model_with(nn.Tanh()), wrap=lambda: warnings.warn("mine", UserWarning, stacklevel=1))
     with pytest.warns(UserWarning, match="mine"):
         bisect(step)
+
+
+def _optimizer_that_raises(kind: type[torch.optim.Optimizer], **settings: Any) -> nantrace.Step:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    optimizer.param_groups[0].update(settings)  # as a scheduler or a loaded state does: the constructor would refuse
+
+    def run(net: nn.Module, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(batch).mean().backward()
+        optimizer.step()
+
+    return nantrace.Step(run, model, torch.randn(4, 3), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "betas", "name"),
+    [(torch.optim.Adam, (1.0, 0.999), "betas[0]"), (torch.optim.RAdam, (0.9, 1.0), "betas[1]")],
+)
+def test_an_option_that_makes_the_optimizer_raise_is_named_with_the_place(kind: Any, betas: Any, name: str) -> None:
+    step = _optimizer_that_raises(kind, betas=betas)
+    with pytest.raises(ZeroDivisionError):
+        step()  # the user's exception stays the user's
+    verdict = nantrace.bisect(step)
+    assert (verdict.status, verdict.stage, verdict.origin) == ("inconclusive", "optimizer", None)
+    assert verdict.region == (f"{kind.__name__}.step",)
+    assert re.fullmatch(
+        r"The step raised ZeroDivisionError: .* at test_bisect.py:\d+ in run, inside \w+.step.", verdict.evidence[0]
+    )
+    assert verdict.evidence[1] == "Nothing nonfinite was seen before it raised; what comes after did not run."
+    assert verdict.evidence[2].startswith(f"{name} of {kind.__name__}, param_groups[0], was exactly 1 when the update")
+    assert verdict.advice[0].startswith(f"Set {name} below 1")
+
+
+def test_a_step_that_raises_elsewhere_blames_no_setting_of_its_optimizer() -> None:
+    step = _optimizer_that_raises(torch.optim.SGD)
+
+    def run(net: nn.Module, batch: torch.Tensor) -> None:
+        step.run(net, batch)
+        raise ZeroDivisionError("of the user's own")
+
+    verdict = nantrace.bisect(nantrace.Step(run, step.model, step.batch, optimizer=step.optimizer))
+    assert verdict.region == ("the step",) and verdict.advice == ("Mend what raised, then bisect again.",)
+    assert verdict.evidence[0].startswith("The step raised ZeroDivisionError: of the user's own at test_bisect.py:")
+    assert verdict.evidence[0].endswith("in run.")

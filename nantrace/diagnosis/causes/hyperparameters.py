@@ -97,11 +97,14 @@ def _unit_beta(lineage: Lineage, event: OpEvent) -> Hyperparameter | None:
 
 
 def _with_beta(beta: Hyperparameter, found: Explanation) -> Explanation:
-    fact = (
+    return Explanation(found.cause, (fact_of_beta(beta), *found.evidence), checks_of_beta(beta.name, beta.group))
+
+
+def fact_of_beta(beta: Hyperparameter) -> str:
+    return (
         f"{beta.name} of {beta.optimizer}, param_groups[{beta.group}], was exactly 1 when the update began: the bias "
         f"correction 1 - {beta.name} ** step is 0 then, and the average with that beta takes nothing in."
     )
-    return Explanation(found.cause, (fact, *found.evidence), checks_of_beta(beta.name, beta.group))
 
 
 def checks_of_beta(name: str, group: int) -> tuple[str, ...]:
