@@ -143,6 +143,24 @@ def test_a_nonfinite_number_of_the_ledger_fails_its_own_rule(name: str, changed:
     assert [(rule.name, rule.steps, rule.sentence) for rule in found.failed] == [(name, (7,), said)]
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["ledger", "rows"])
+def test_a_loss_for_which_the_user_skipped_the_step_fails_unless_a_note_explains_it(alone: bool) -> None:
+    left_out: dict[str, Any] = {"attempted": 0, "committed": 0, "backwards": 0, "loss": math.nan}
+    noted = {**left_out, "decisions": [{"kind": "quarantine", "reason": "the batch holds NaN"}]}
+
+    def of(changed: dict[str, Any]) -> Trace:
+        return ledger([changed if step == 12 else {} for step in range(20)]) if alone else run(change=at(12, **changed))
+
+    found = nantrace.gate(of(left_out), updates=10)
+    assert found.rule("losses").status == "failed" and found.rule("losses").steps == (12,)
+    assert found.rule("losses").sentence == (
+        "Step 12: loss was nan. No update was attempted in step 12: if that was decided, tracer.note(kind, reason) "
+        "explains it."
+    )
+    explained = nantrace.gate(of(noted), updates=10)
+    assert explained.rule("losses").sentence == "Finite in all 19 steps." and explained.passed
+
+
 def test_several_failing_steps_are_counted_and_the_last_named() -> None:
     found = gate(run(change=lambda w, step: {"loss": math.nan} if step in (3, 4, 9) else None))
     assert found.rule("losses").sentence == "Step 3: loss was nan; nonfinite in 3 steps, the last of them 9."

@@ -6,6 +6,7 @@ judges what was recorded: a run that passes may still be wrong where nobody look
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Iterable, Iterator
@@ -204,7 +205,7 @@ def _updates(window: Window, thresholds: Thresholds) -> Rule:
 def _finite_rules(trace: Trace, window: Window, thresholds: Thresholds) -> Iterator[Rule]:
     values = Values(trace, window, thresholds)
     yield _finite("inputs", values.inputs(), thresholds)
-    yield _finite("losses", values.losses(), thresholds)
+    yield _without_update(_finite("losses", values.losses(), thresholds), window)
     yield _finite("gradients", values.gradients(), thresholds)
     yield _finite("parameters", values.parameters(), thresholds)
     if values.may_have_buffers:
@@ -228,6 +229,16 @@ def _finite(name: RuleName, found: Found, thresholds: Thresholds) -> Rule:
         f"(a coverage of {thresholds.coverage:g}% is asked)."
     )
     return Rule(name, "not_checked", sentence, (), numbers)
+
+
+def _without_update(rule: Rule, window: Window) -> Rule:
+    """The rule on losses, with what would explain a step that its user left out because of its loss."""
+    rows = [row for row in window.rows if number(row) in rule.steps]
+    idle = tuple(number(row) for row in rows if row.get("attempted") == 0 and not row.get("backwards"))
+    if rule.status != "failed" or not idle:
+        return rule
+    how = f"No update was attempted in {numbered(idle)}: if that was decided, tracer.note(kind, reason) explains it."
+    return dataclasses.replace(rule, sentence=f"{rule.sentence} {how}")
 
 
 def _nonfinite(bad: tuple[Bad, ...], steps: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nantrace.diagnosis.gate.window import Row, Thresholds, Window, is_number, number
+from nantrace.diagnosis.gate.window import Row, Thresholds, Window, is_number, number, told_loss
 from nantrace.events import Phase, Role, Site, Trace, nonfinite_rows
 from nantrace.steps import is_nonfinite
 
@@ -62,7 +62,9 @@ class Values:
         return self._by_rows(bad, steps, _is_input, "no batch was handed over and no input of the model recorded")
 
     def losses(self) -> Found:
-        rows = [row for row, _ in self.window.taken_up if row.get("attempted", 1) or row.get("backwards")]
+        """Of every step that worked or has a loss on record, so also of one that its user skipped for that loss."""
+        taken_up = [row for row, _ in self.window.taken_up]
+        rows = [row for row in taken_up if row.get("attempted", 1) or row.get("backwards") or told_loss(row)]
         looked = {number(row) for row in rows if is_number(row.get("loss"))}
         bad = [each for row in rows for each in self._bad_losses(row)]
         steps = [number(row) for row in rows]

@@ -161,7 +161,12 @@ def number(row: Row) -> int:
 def _happened(row: Row) -> bool:
     """Whether a row stands for a step; one may be there only for what was noted after the last of them."""
     work = ("attempted", "backwards", "events", "not_kept")
-    return row.get("detailed") is False or any(row.get(name) for name in work)
+    return row.get("detailed") is False or told_loss(row) or any(row.get(name) for name in work)
+
+
+def told_loss(row: Row) -> bool:
+    """Whether a loss of this step is on record, finite or not."""
+    return any(map(is_number, (row.get("loss"), *(row.get("losses") or {}).values())))
 
 
 def lost(row: Row) -> int:
