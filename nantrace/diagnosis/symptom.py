@@ -15,6 +15,7 @@ from typing import Any
 from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
+from nantrace.diagnosis.verdict import Status
 from nantrace.events import Trace, distinct, nonfinite_rows
 from nantrace.steps import (
     by_number,
@@ -30,10 +31,21 @@ from nantrace.steps import (
 _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distribution, and the most that count
 _BEYOND = 3.0  # spreads above the upper decile
 _SHARE = 0.1  # of the median: no spread is taken for less, or a flat curve would spike at every step
+#: What is left open of nonfinite values, beside a verdict that may know it.
+_DAMAGE: dict[Status, str] = {
+    "fault": "The verdict says where it began and what it reached.",
+    "contained": "No harm by it was seen; the verdict says what is known of that.",
+    "expected": "No harm by it was seen.",
+    "inconclusive": "It does not prove damage: a mask may have put it there, or a skipped update thrown it away.",
+}
 
 
-def symptoms(trace: Trace) -> tuple[Observation, ...]:
+def symptoms(trace: Trace, status: Status | None = None) -> tuple[Observation, ...]:
     """Everything that stands out in the ledger and the events of a trace.
+
+    Args:
+        trace: what was recorded.
+        status: that of the verdict beside which they are shown: what it knows of damage is not left open.
 
     Returns:
         The exception that ended the block, nonfinite values, bad batches, skipped updates and how to read the scale,
@@ -41,7 +53,7 @@ def symptoms(trace: Trace) -> tuple[Observation, ...]:
     """
     found = [
         *_raised(trace),
-        *_nonfinite(trace),
+        *_nonfinite(trace, status),
         *_bad_batches(trace),
         *_skips(trace),
         *readings(trace),
@@ -68,7 +80,7 @@ def _raised(trace: Trace) -> Iterator[Observation]:
     )
 
 
-def _nonfinite(trace: Trace) -> Iterator[Observation]:
+def _nonfinite(trace: Trace, status: Status | None) -> Iterator[Observation]:
     rows = [row for row in likely(trace.steps, had_nonfinite_numbers) if "step" in row and shows_nonfinite(row)]
     bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in rows})
     if not bad:
@@ -81,7 +93,7 @@ def _nonfinite(trace: Trace) -> Iterator[Observation]:
         f"A nonfinite value was seen in {numbered(bad)}.",
         evidence,
         "It proves that a NaN or an infinity existed.",
-        "It does not prove damage: a mask may have put it there, or a skipped update thrown it away.",
+        _DAMAGE.get(status or "inconclusive", _DAMAGE["inconclusive"]),
     )
 
 

@@ -47,7 +47,7 @@ def page(trace: Trace | None, verdict: Verdict) -> str:
             section("pictures", "Pictures", sections.pictures_html(trace, verdict)),
             section("modules", "Modules", _modules(trace, verdict)),
             section("ledger", "Ledger", sections.ledger_html(trace, verdict)),
-            section("steps", "Over the steps", sections.observations_html(trace)),
+            section("steps", "Over the steps", sections.observations_html(trace, verdict)),
             section("recipe", "Recipe of mixed precision", sections.recipe_html(trace)),
             section("environment", "Environment", sections.environment_html(trace)),
         ]

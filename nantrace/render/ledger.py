@@ -104,6 +104,9 @@ def _remarks(step: Mapping[str, Any]) -> list[str]:
         remarks.append("no update")
     if (step.get("backwards") or 0) > 1:
         remarks.append(f"{step['backwards']} backward passes")
+    before, after = step.get("gradient_norm_before_clipping"), step.get("gradient_norm")
+    if isinstance(before, float) and isinstance(after, float) and before > 1.001 * after:
+        remarks.append(f"clipped from {_number(before)}")
     if step.get("batch_id") is not None and not is_plain(step):
         remarks.append(f"batch {step['batch_id']}")
     return remarks
@@ -120,9 +123,9 @@ def decisions(trace: Trace) -> list[str]:
     return found[-_DECISIONS:]
 
 
-def observations(trace: Trace) -> list[str]:
+def observations(trace: Trace, verdict: Verdict) -> list[str]:
     """What stands out over the steps, each with what it proves and leaves open; of one step the verdict has said it."""
-    found = symptoms(trace) if has_table(trace) else ()
+    found = symptoms(trace, verdict.status) if has_table(trace) else ()
     return [" ".join((each.sentence, *each.evidence, each.proves, each.leaves_open)) for each in found]
 
 

@@ -56,7 +56,7 @@ class Report:
         ledger = [] if self.trace is None else plain(self.trace.steps)
         broken = () if self.trace is None else recipe(self.trace)
         departures = [departure.to_dict() for departure in broken]
-        observed = [] if self.trace is None else [each.to_dict() for each in symptoms(self.trace)]
+        observed = [] if self.trace is None else [each.to_dict() for each in symptoms(self.trace, self.verdict.status)]
         return {
             "verdict": self.verdict.to_dict(),
             "trace": covers,

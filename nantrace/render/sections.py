@@ -98,9 +98,9 @@ def ledger_html(trace: Trace, verdict: Verdict) -> str:
     return f"<details{state}>{table}</details>{_list(ledger.decisions(trace))}"
 
 
-def observations_html(trace: Trace) -> str:
+def observations_html(trace: Trace, verdict: Verdict) -> str:
     """What stands out over the steps, each with what it proves and what it leaves open."""
-    return _list(ledger.observations(trace))
+    return _list(ledger.observations(trace, verdict))
 
 
 def recipe_html(trace: Trace) -> str:

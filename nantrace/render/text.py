@@ -68,7 +68,7 @@ def text(trace: Trace | None, verdict: Verdict, *, width: int = 80, colour: bool
     if trace is not None:
         _rows(page, trace, verdict)
         _ledger(page, trace, verdict)
-        _observations(page, trace)
+        _observations(page, trace, verdict)
         _recipe(page, trace)
     _what_next(page, trace, verdict)
     return "\n".join(page.lines).rstrip("\n")
@@ -163,9 +163,9 @@ def _recipe(page: _Page, trace: Trace) -> None:
         page.paragraph(f"{departure.advice[:1].upper()}{departure.advice[1:]}.", indent=8)
 
 
-def _observations(page: _Page, trace: Trace) -> None:
+def _observations(page: _Page, trace: Trace, verdict: Verdict) -> None:
     """What stands out over the steps."""
-    found = ledger.observations(trace)
+    found = ledger.observations(trace, verdict)
     if found:
         page.gap()
         page.words(["OVER THE STEPS"], style="1")

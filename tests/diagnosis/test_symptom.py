@@ -87,6 +87,21 @@ def test_an_exception_is_told_apart_from_a_nonfinite_value() -> None:
     assert with_nan[0].evidence == ("A nonfinite value had been seen in that step.",)
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("fault", "The verdict says where it began and what it reached."),
+        ("contained", "No harm by it was seen; the verdict says what is known of that."),
+        ("expected", "No harm by it was seen."),
+        ("inconclusive", "It does not prove damage: "),
+        (None, "It does not prove damage: "),
+    ],
+)
+def test_what_the_verdict_knows_of_damage_is_not_left_open_beside_it(status: Any, said: str) -> None:
+    (found,) = symptoms(_losses(1.0, math.nan), status)
+    assert found.kind == "nonfinite" and found.leaves_open.startswith(said)
+
+
 def test_a_skip_is_no_verdict_on_the_model() -> None:
     skipped = symptoms(_scaled("....s....", committed=100))[0]
     assert skipped.kind == "skipped_update"

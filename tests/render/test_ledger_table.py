@@ -85,3 +85,10 @@ def test_the_ledger_of_a_report_is_strict_json() -> None:
     plain = json.loads(json.dumps(_report(_skip(2)).to_dict(), allow_nan=False))
     assert plain["ledger"][0]["gradient_norm"] == {"finite": False, "value": "inf"}
     assert plain["ledger"][0]["step"] == 2
+
+
+def test_a_norm_after_clipping_says_what_it_was_clipped_from() -> None:
+    clipped = {"gradient_norm": 1.0, "clip": {"max_norm": 1.0}, "gradient_norm_before_clipping": 16.25}
+    left = {"gradient_norm": 0.5, "clip": {"max_norm": 1.0}, "gradient_norm_before_clipping": 0.5}
+    said = str(_report(_step(0, **clipped), _step(1, **left)))
+    assert said.count("clipped from") == 1 and "clipped from 16.25" in said
