@@ -212,16 +212,26 @@ def _ends(items: Sequence[str]) -> list[str]:
 
 
 def rows_of_path(trace: Trace, verdict: Verdict) -> list[int]:
-    """The rows of the verdict's path that the trace holds; for an op the first row of that op in that module."""
+    """The rows of the verdict's path that the trace holds; for an op the first row of that op in that place."""
     if not len(trace) or verdict.origin is None:
         return []
     seqs = np.array([step["seq"] for step in verdict.path if "seq" in step], dtype=np.int64)
     if seqs.size:
         rows = seqs - int(trace.events["seq"][0])
         return [int(row) for row in rows if 0 <= row < len(trace)]
-    wanted = (verdict.origin.op, verdict.origin.module, verdict.origin.node)
-    sites = [n for n, s in enumerate(trace.sites) if s.role is Role.OP and (s.op, s.module, s.node) == wanted]
-    return [int(row) for row in np.flatnonzero(np.isin(trace.events["site"], sites))[:1]]
+    return _rows_of_op(trace, verdict.origin)[:1]
+
+
+def _rows_of_op(trace: Trace, origin: Origin) -> list[int]:
+    """The rows of an origin that is an op: of its own step, where steps are known, and of its line, if that has any."""
+    here = (origin.op, origin.module, origin.node)
+    sites = [n for n, s in enumerate(trace.sites) if s.role is Role.OP and (s.op, s.module, s.node) == here]
+    found = np.isin(trace.events["site"], sites)
+    if origin.round == "step":
+        found &= trace.events["step"] == origin.step
+    on_line = [n for n in sites if trace.sites[n].where == origin.where]
+    narrower = found & np.isin(trace.events["site"], on_line)
+    return [int(row) for row in np.flatnonzero(narrower if narrower.any() else found)]
 
 
 def module_of(site: Site) -> str:
