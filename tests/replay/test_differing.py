@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from nantrace.replay.compare import difference, finer
 from nantrace.replay.ends import End, Ends
 from nantrace.replay.samples import smallest_failing_batch
 from nantrace.replay.step import Step
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> None:
+    """Where an earlier test compiled something, what the model is called with is not heard."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset()
 
 
 class Log(nn.Module):
