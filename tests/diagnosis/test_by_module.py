@@ -209,6 +209,29 @@ def test_a_loss_made_outside_the_model_has_no_module() -> None:
     assert verdict.origin is not None and verdict.origin.module is None
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["its gradient", "no gradient of it"])
+def test_a_loss_with_a_sound_term_may_have_a_bad_one_from_inside_a_module(inside: bool) -> None:
+    written = Written()
+    with written.call("") as model:
+        written.run("moe")
+    written.loss(nan=1)
+    written.grad_output("", model, size=0.0 if inside else 1.0)
+    written.grad("moe.weight", nan=1 if inside else 0)
+    verdict = judge(written)
+    assert (verdict.status, verdict.stage) == ("fault", None)
+    assert "a module in its forward that keeps it as an attribute (an auxiliary loss)" in verdict.evidence[0]
+
+
+@pytest.mark.parametrize("gradient", [{"posinf": 1}, {"size": 0.0}], ids=["nonfinite", "none"])
+def test_a_loss_whose_gradient_at_the_output_is_not_sound_was_made_of_it(gradient: dict[str, float]) -> None:
+    written = Written()
+    model = written.run("")
+    written.loss(nan=1)
+    written.grad_output("", model, **gradient)
+    assert judge(written).stage == "loss"
+    assert "keeps it as an attribute" in said(judge(written))
+
+
 def test_a_loss_module_is_named_by_its_class() -> None:
     written = Written()
     written.run("")

@@ -310,7 +310,8 @@ def _stage(seen: Seen, row: int) -> Stage | None:
     if phase is Phase.UPDATE:
         return "forward" if role is Role.BUFFER else "optimizer"
     if role is Role.LOSS:
-        return None if unseen or suspects.transformed(seen, int(seen.step[row])) else "loss"
+        hidden = suspects.transformed(seen, int(seen.step[row])) or suspects.beside_outputs(seen, row)
+        return None if unseen or hidden else "loss"
     if role is Role.GRAD:
         if phase is Phase.BACKWARD:
             summed = seen.trace.meta.get("sharded") and made_elsewhere(seen, row)  # over the ranks, before it was seen

@@ -182,7 +182,10 @@ def _gap(seen: Seen, row: int) -> str:
     where = "" if unsure else " outside the modules"
     hidden = f", nor what forward{where} may have hidden" if seen.phase[row] == Phase.BACKWARD else ""
     if seen.role[row] == Role.LOSS and not unsure and not suspects.numbers_given(seen, row):
-        return f"Not seen: whether a target was nonfinite already, or which op{where} made it of finite ones."
+        return (
+            f"Not seen: whether a target was nonfinite already, or which op{where} made it of finite ones (or inside a "
+            "module that keeps it as an attribute)."
+        )
     return f"Not seen: which op{where} made it{hidden}; a module trace holds no ops."
 
 

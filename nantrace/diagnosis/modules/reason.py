@@ -149,6 +149,12 @@ def _output_reason(seen: Seen, row: int, call: Call, cause: str | None) -> str:
 def _loss_reason(seen: Seen, row: int, above: Sequence[int]) -> str:
     if suspects.transformed(seen, int(seen.step[row])):
         return "The loss is nonfinite. Modules ran inside a functorch transform, where no tensor of theirs can be read."
+    if suspects.beside_outputs(seen, row):
+        return (
+            f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}. Its "
+            "gradient is finite at the model's output, as if another term of it were nonfinite: one that code outside "
+            "the modules made, or a module in its forward that keeps it as an attribute (an auxiliary loss)."
+        )
     if not suspects.model_unseen(seen, int(seen.step[row])):
         return f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}."
     return (
