@@ -113,7 +113,7 @@ def trace(
     if capture is not None:
         from nantrace.replay.capturing import StepCapture
 
-        observers.append(StepCapture(model, optimizers, scaler, batch, capture, overwrite))
+        observers.append(StepCapture(model, optimizers, scaler, capture, overwrite))
     return Tracer(
         model,
         path=path,

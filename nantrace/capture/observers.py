@@ -34,7 +34,16 @@ class StepObserver(Protocol):
         """Before anything is placed or written. What it raises is raised to the user, and the block not entered."""
 
     def step_begins(self, tracer: Tracer) -> None:
-        """Nothing of the step has run yet, nor been read."""
+        """Nothing of the step has run yet, nor been read. Comes again if the step begins anew before anything ran."""
+
+    def step_reads(self, batch: Any, handed_over: bool) -> None:
+        """What the step reads: handed over at this moment, or, if it was not, as the step makes its first call.
+
+        In the midst of a step it is a further batch: gradients are accumulated.
+        """
+
+    def step_closes(self) -> None:
+        """The last update so far has happened. Comes again if another follows."""
 
     def step_ended(self, trace: Trace, verdict: Judgement | None) -> None:
         """`trace` holds this step alone; `verdict` is None when nothing in it was nonfinite."""
@@ -49,6 +58,9 @@ class OpRecorder(Protocol):
     def end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
+
+    def take_batch(self, batch: Any) -> None:
+        """Name the tensors of what is read from here on."""
 
     def lineage(self) -> Lineage:
         """The flow of nonfinite values; asked once, after the end."""

@@ -45,7 +45,7 @@ def refuse_wrong_options(
     _refuse_no_path("capture", capture, "a file name, or None to capture no step")
     if scaler is not None and not _has(scaler, "is_enabled", "step", "update"):
         raise TypeError(f"scaler is {_shown(scaler)}: pass a torch.amp.GradScaler, or None")
-    _refuse_no_batch(batch)
+    refuse_no_batch(batch)
     if depth is not None and not (_is_integer(depth) and depth >= 0):  # type: ignore[operator]
         raise ValueError(
             f"depth is {_shown(depth)}: pass 0 for the model alone, a larger integer, or None for all modules"
@@ -98,8 +98,12 @@ def patterns_in(name: str, patterns: Any) -> list[str] | None:
     return several
 
 
-def _refuse_no_batch(batch: object) -> None:
-    """A size, a function, what batches come from. Texts and objects pass: a capture keeps them, a replay opens them."""
+def refuse_no_batch(batch: object) -> None:
+    """A size, a function, what batches come from. Texts and objects pass: a capture keeps them, a replay opens them.
+
+    Raises:
+        TypeError: it is none.
+    """
     if isinstance(batch, _NO_BATCH):
         raise TypeError(
             f"batch is {_shown(batch)}, which is no batch: pass what the step reads, a tensor or a list, tuple or "
@@ -115,6 +119,20 @@ def refuse_ops_without_tensors(ops: object, stats: object) -> None:
     """
     if ops is not None and stats == "none":
         raise ValueError("stats is 'none', which reads no tensor, with ops, which do: leave one of the two out")
+
+
+def refuse_no_note(kind: object, reason: object) -> None:
+    """Let pass a decision that can be put on record.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is empty.
+    """
+    if not isinstance(kind, str) or not (reason is None or isinstance(reason, str)):
+        which, value = ("kind", kind) if not isinstance(kind, str) else ("reason", reason)
+        raise TypeError(f"note got {which}={value!r}: pass a text")
+    if not kind:
+        raise ValueError("note got kind='': pass a word for what was decided, such as 'quarantine'")
 
 
 def _refuse_no_path(name: str, path: object, wanted: str) -> None:

@@ -19,20 +19,18 @@ import torch
 from nantrace.capture.buffer import Buffer
 from nantrace.capture.calls import CallRecorder
 from nantrace.capture.conduct.scaling import scale_of, tensors_given
+from nantrace.capture.current_batch import CurrentBatch
 from nantrace.capture.gradients import GradientRecorder
-from nantrace.capture.ledger.batch_check import check_batch
 from nantrace.capture.ledger.books import Books
-from nantrace.capture.ledger.open_step import OpenStep, detached, is_finite
+from nantrace.capture.ledger.open_step import OpenStep, detached
 from nantrace.capture.lifecycle import StepListener
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.sample import Sample
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.step_rows import StepRows
-from nantrace.events import EVENT, Phase, Role, nonfinite_rows
+from nantrace.events import EVENT, Phase, Role
 
 Ended = Callable[[npt.NDArray[np.void], dict[str, Any]], None]
-
-_BATCHES = 8  # of failed steps that are looked into
 
 
 class StepRecorder(StepListener):
@@ -44,12 +42,13 @@ class StepRecorder(StepListener):
     Args:
         buffer, state: where and how state is recorded.
         optimizers: known from the start; others are found when they step.
-        batch: what the steps read, recorded when they begin.
+        batch: what the steps read, recorded when they begin; `take_batch` hands over another.
         scaled: a gradient scaler will be used.
-        reads: whether tensors are observed; without, only the ledger is kept.
+        observes: whether tensors are observed; without, only the ledger is kept.
         sample: which steps are recorded in detail; of the others only the ledger is kept.
         listens: told whether modules are to be listened to from here on.
         begins: called when a step has been opened, before anything is read.
+        reads: called with what a step reads, and whether it is handed over now; else with its first call.
         closed: called when the last update so far has happened, outside of backward; the step is still open.
         ended: called with the rows of a finished step and its row of the ledger.
         waiting: what is to be raised out of the user's optimizer or scaler, or None.
@@ -65,10 +64,11 @@ class StepRecorder(StepListener):
         optimizers: Sequence[torch.optim.Optimizer],
         batch: Any,
         scaled: bool,
-        reads: bool,
+        observes: bool,
         sample: Sample,
         listens: Callable[[bool], None],
         begins: Callable[[], None],
+        reads: Callable[[Any, bool], None],
         closed: Callable[[], None],
         ended: Ended,
         waiting: Callable[[], Exception | None],
@@ -84,10 +84,9 @@ class StepRecorder(StepListener):
         self._cleared = self._uncleared = False
         self._called = False  # from outside, since gradients were last cleared
         self._found: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._batch = batch
+        self._batch = CurrentBatch(batch, reads)
         self._scaled = scaled
-        self._reads = reads
-        self._batch_checks = _BATCHES
+        self._observes = observes
         self._sample = sample
         self._listens = listens
         self._scalers: set[int] = set()  # that stepped one of our optimizers
@@ -117,7 +116,7 @@ class StepRecorder(StepListener):
             self.books.opened(step)
             if step.detailed:
                 self._state.read_names()
-                if self._reads:
+                if self._observes:
                     self._observe_beginning()
             else:
                 self.gradients.remove()
@@ -126,8 +125,8 @@ class StepRecorder(StepListener):
     def _observe_beginning(self) -> None:
         for entry in self._state.parameters.values():
             self.gradients.watch_parameter(entry.tensor, entry.owner, entry.name)
-        if self._batch is not None:
-            self._state.observe_batch(self._batch)
+        if self._batch.value is not None:
+            self._state.observe_batch(self._batch.value)
         self._state.observe_parameters(Phase.FORWARD)
         self._state.observe_buffers(Phase.FORWARD)
         for optimizer in self.known_optimizers():
@@ -137,7 +136,38 @@ class StepRecorder(StepListener):
         """Something of a step happens that no module call surrounds; returns the step it belongs to."""
         if self.step is not None and self.step.closing:
             self.end()
-        return self.step or self.open()
+        step = self.step or self.open()
+        self._touch(step)
+        return step
+
+    def _touch(self, step: OpenStep) -> None:
+        if not step.touched:
+            step.touched = True
+            with Quiet():
+                self._batch.is_read(step)
+
+    def take_batch(self, batch: Any) -> None:
+        """What is about to be read: by the step that begins here, or by one that is in its midst as a further batch."""
+        if self.step is not None and self.step.closing:
+            self.end()
+        self._batch.value = batch
+        step = self.step
+        if step is None or not step.touched:
+            step = self.open() if step is None else self._opened_anew(step)
+        elif self._reads_in(step) and batch is not None:
+            with Quiet():
+                self._state.observe_batch(batch)
+        with Quiet():
+            self._batch.hand_over(step)
+
+    def _opened_anew(self, before: OpenStep) -> OpenStep:
+        """Begin a step once more of which nothing has run: what it begins with is other than was read."""
+        with Quiet():
+            self._buffer.drain(before.number)
+        self._next = before.number
+        step = self.open()
+        step.decisions[:0] = before.decisions
+        return step
 
     def _call_from_outside(self) -> None:
         if threading.get_ident() == self._thread:  # no other thread begins or ends a step
@@ -169,7 +199,7 @@ class StepRecorder(StepListener):
             cleared, uncleared = self._cleared and not step.backwards, self._uncleared
             left_out = step.left_out + (1 if step.left_out and self._called else 0)  # nothing cleared after the last
             self._cleared = self._uncleared = self._called = False
-            self._check_batch(step, rows)
+            self._batch.check(step, rows, self._buffer.sites)
             ledger = {
                 **step.row(len(rows), len(missed), self._notes(missed)),
                 **({"cleared": True} if cleared else {}),
@@ -182,7 +212,7 @@ class StepRecorder(StepListener):
         self._listen_ahead()
 
     def _reads_in(self, step: OpenStep) -> bool:
-        return self._reads and step.detailed
+        return self._observes and step.detailed
 
     def _listen_ahead(self) -> None:
         """Where a call of a module that has not been called from outside before may begin a step in detail."""
@@ -203,16 +233,6 @@ class StepRecorder(StepListener):
             with Quiet():
                 row = {**step.row(0, 0, ()), **self.books.row(step, ended=True)}
             self._ended(np.zeros(0, EVENT), row)
-
-    def _check_batch(self, step: OpenStep, rows: npt.NDArray[np.void]) -> None:
-        """Look into the batch of a step that failed: of the first few only, which may wait for the device."""
-        if self._batch is None or not self._batch_checks:
-            return
-        if nonfinite_rows(rows).any() or step.skipped() or not is_finite(step.root):
-            self._batch_checks -= 1
-            dtypes = {site.dtype for site in self._buffer.sites if site.role is Role.OUTPUT}
-            halves = [dtype for dtype in (torch.float16, torch.bfloat16) if str(dtype).removeprefix("torch.") in dtypes]
-            step.batch_check += check_batch(self._batch, halves)
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], accumulates: bool, nested: bool) -> None:
         if nested or not self.active:
@@ -247,6 +267,7 @@ class StepRecorder(StepListener):
         if self.step is not None and id(optimizer) in self.step.optimizers:
             self.end()  # it has had its update: what comes now is the next step's
         step = self.step or self.open()
+        self._touch(step)
         step.began[id(optimizer)] += 1
         first_sight = all(known is not optimizer for known in self.known_optimizers())
         with Quiet():

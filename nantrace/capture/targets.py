@@ -1,12 +1,16 @@
-"""The files that a tracer is about to write: whether it may, before anything is placed or written."""
+"""The files that a tracer is about to write: whether it may, before anything is placed or written, and the trace's."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from nantrace.errors import NantraceError, TraceExistsError
+
+if TYPE_CHECKING:
+    from nantrace.capture.finished import Writer
 
 
 def refuse_taken(path: str, overwrite: bool, is_ours: Callable[[str], bool], what: str) -> None:
@@ -30,6 +34,20 @@ def refuse_taken(path: str, overwrite: bool, is_ours: Callable[[str], bool], wha
         raise TraceExistsError(
             f"{path} is not {what}, and overwrite=True replaces nothing else: choose another path, or remove it first."
         )
+
+
+def open_trace(path: str, *, modules: Any, meta: Any, overwrite: bool) -> Writer:
+    """Begin a trace file.
+
+    Raises:
+        TraceExistsError: the path is taken.
+        NantraceError: the file cannot be written.
+    """
+    from nantrace.store.reader import is_trace
+    from nantrace.store.writer import TraceWriter  # needs h5py, which a trace in memory does not
+
+    refuse_taken(path, overwrite, is_trace, "a trace")
+    return TraceWriter(path, modules=modules, meta=meta, overwrite=overwrite)
 
 
 def refuse_unwritable(path: str) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -24,7 +23,14 @@ from nantrace.capture.finished import FinishedSteps, Writer
 from nantrace.capture.ledger.open_step import OpenStep
 from nantrace.capture.listening import Listening
 from nantrace.capture.observers import Judgement, OpRecorder, StepObserver
-from nantrace.capture.options import optimizers_in, patterns_in, refuse_ops_without_tensors, refuse_wrong_options
+from nantrace.capture.options import (
+    optimizers_in,
+    patterns_in,
+    refuse_no_batch,
+    refuse_no_note,
+    refuse_ops_without_tensors,
+    refuse_wrong_options,
+)
 from nantrace.capture.quiet import Quiet
 from nantrace.capture.raised import raised
 from nantrace.capture.running import running, watch_forks
@@ -33,7 +39,7 @@ from nantrace.capture.sites import watched_modules
 from nantrace.capture.state import StateRecorder
 from nantrace.capture.steps import StepRecorder
 from nantrace.capture.surroundings import eager_instead_of_compiled, facts, own_path
-from nantrace.capture.targets import refuse_taken, refuse_written_twice
+from nantrace.capture.targets import open_trace, refuse_written_twice
 from nantrace.capture.telling import OnNonfinite, Telling
 from nantrace.events import Raised, Site, Trace, nonfinite_rows
 from nantrace.lineage import Lineage
@@ -142,7 +148,6 @@ class Tracer:
         self._peeked: tuple[int, Judgement] | None = None
         self._entered = self._ended = False
         self._exits = contextlib.ExitStack()
-        self._thread: int | None = None
         self._writer: Writer | None = None
         self._failure: Exception | None = None
         self._finished = FinishedSteps(None, keep_steps)
@@ -151,7 +156,6 @@ class Tracer:
         if self._entered:
             raise RuntimeError("this tracer was entered before: make a new one with nantrace.trace(...) for each block")
         self._entered = True
-        self._thread = threading.get_ident()
         self._telling.begin()
         self._meta = {**facts(self._model), **self._options, "optimizers": len(self._optimizers)}
         self._prepare()
@@ -219,18 +223,36 @@ class Tracer:
             RuntimeError: outside the block.
             NonfiniteError: a step up to here was at fault and `on_nonfinite` is "raise".
         """
-        if not self._entered or self._thread is None:
-            raise RuntimeError(
-                "mark_step was called outside of the block of its tracer: call it within `with ... as tracer`"
-            )
+        self._refuse_outside("mark_step")
         step = self._steps.step
         if step is not None:
             step.batch_id, step.lr = batch_id, lr
             self._attempt(functools.partial(self._take_losses, step, loss))
         self._attempt(self._steps.end)
-        self._telling.say_departures()
-        if not self._telling.users_exception_is_under_way():
-            self._telling.report(quietly=False)
+        self._tell()
+
+    def batch(self, batch: Any) -> None:
+        """Hand over what is about to be read: first thing in the body of a loop. It takes the place of `batch=`.
+
+        A step begins here, and a capture holds its state and random streams as they are now. In the midst of a step
+        (gradients are accumulated) it is a further batch of that step.
+
+        Raises:
+            TypeError: it is no batch.
+            RuntimeError: outside the block.
+            NonfiniteError: as for `mark_step`.
+
+        Example:
+            >>> for batch in loader:
+            ...     tracer.batch(batch)
+            ...     train(model, batch)
+        """
+        refuse_no_batch(batch)
+        self._refuse_outside("batch")
+        if self._ops is not None:
+            self._attempt(functools.partial(self._ops.take_batch, batch))
+        self._attempt(functools.partial(self._steps.take_batch, batch))
+        self._tell()
 
     def note(self, kind: str, reason: str | None = None, **facts: Any) -> None:
         """Put a decision on record: in the row of the step that is open, or of the next one.
@@ -249,16 +271,21 @@ class Tracer:
         Example:
             >>> tracer.note("quarantine", reason="batch 17 holds NaN", batch_id=17)
         """
-        if not isinstance(kind, str) or not (reason is None or isinstance(reason, str)):
-            which, value = ("kind", kind) if not isinstance(kind, str) else ("reason", reason)
-            raise TypeError(f"note got {which}={value!r}: pass a text")
-        if not kind:
-            raise ValueError("note got kind='': pass a word for what was decided, such as 'quarantine'")
+        refuse_no_note(kind, reason)
+        self._refuse_outside("note")
+        self._attempt(functools.partial(self._steps.note, kind, reason, facts))
+
+    def _refuse_outside(self, name: str) -> None:
         if not self._entered or self._ended:
             raise RuntimeError(
-                "note was called outside of the block of its tracer: call it within `with ... as tracer`"
+                f"{name} was called outside of the block of its tracer: call it within `with ... as tracer`"
             )
-        self._attempt(functools.partial(self._steps.note, kind, reason, facts))
+
+    def _tell(self) -> None:
+        """Say what waits to be said, where the user called us."""
+        self._telling.say_departures()
+        if not self._telling.users_exception_is_under_way():
+            self._telling.report(quietly=False)
 
     def _take_losses(self, step: OpenStep, loss: Any) -> None:
         with Quiet():
@@ -276,7 +303,8 @@ class Tracer:
         state.read_names()
         self._meta["aliases"] = state.aliases
         if self._file is not None:
-            self._writer = self._opened(self._file)
+            opened = self._open_writer or open_trace
+            self._writer = opened(self._file, modules=self._modules, meta=self._meta, overwrite=self._overwrite)
         self._finished = FinishedSteps(self._writer, self._keep)
         writes_at_once = self._writer is not None and self._keep is None
         self._steps = StepRecorder(
@@ -285,10 +313,11 @@ class Tracer:
             optimizers=self._optimizers,
             batch=self._batch,
             scaled=self._scaled,
-            reads=self._stats != "none",
+            observes=self._stats != "none",
             sample=self._sample,
             listens=lambda in_detail: self._listening.listen(in_detail),
             begins=self._step_begins,
+            reads=self._step_reads,
             closed=self._step_closed,
             ended=self._step_ended,
             waiting=self._telling.to_raise,
@@ -303,15 +332,6 @@ class Tracer:
         """What this tracer and its observers write within the block."""
         found = [self._file, *(observer.path for observer in self._observers)]
         return [file for file in found if file is not None]
-
-    def _opened(self, path: str) -> Writer:
-        if self._open_writer is None:
-            from nantrace.store.reader import is_trace
-            from nantrace.store.writer import TraceWriter  # needs h5py, which a trace in memory does not
-
-            refuse_taken(path, self._overwrite, is_trace, "a trace")
-            return TraceWriter(path, modules=self._modules, meta=self._meta, overwrite=self._overwrite)
-        return self._open_writer(path, modules=self._modules, meta=self._meta, overwrite=self._overwrite)
 
     def _install(self, exits: contextlib.ExitStack) -> None:
         exits.enter_context(eager_instead_of_compiled())
@@ -346,8 +366,15 @@ class Tracer:
             for observer in self._observers:
                 observer.step_begins(self)
 
+    def _step_reads(self, batch: Any, handed_over: bool) -> None:
+        for observer in self._observers:
+            observer.step_reads(batch, handed_over)
+
     def _step_closed(self) -> None:
         """The next forward would end the step. What is to be raised must be known now."""
+        with Quiet():
+            for observer in self._observers:
+                observer.step_closes()
         if self._telling.raises:
             rows, ledger = self._steps.so_far()
             judgement = self._judged(rows, ledger)

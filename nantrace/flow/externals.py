@@ -34,9 +34,21 @@ class Externals:
         self._model = model
         self._old_gradients = {storage_key(p.grad) for p in model.parameters() if p.grad is not None} - {None}
         self._sized_by_arguments = False
-        for path, tensor in tensors_in(batch, "batch"):
-            self.add("batch", path, tensor)
+        self._batch: list[External] = []
+        self.take_batch(batch)
         self._add_module(model, "")
+
+    def take_batch(self, batch: Any) -> None:
+        """Name the tensors of the batch; those of the one before are let go."""
+        self._sized_by_arguments = False
+        gone = {id(each) for each in self._batch}
+        for key in {each.tensor.untyped_storage()._cdata for each in self._batch}:
+            self._known[key] = [each for each in self._known.get(key, []) if id(each) not in gone]
+            if not self._known[key]:
+                del self._known[key]
+        self._batch = []
+        for path, tensor in tensors_in(batch, "batch"):
+            self._batch += self._hold("batch", path, tensor, False)
         self.batch_size = _batch_size(batch)
         self._sized_by_arguments = self.batch_size is None
 
@@ -56,14 +68,16 @@ class Externals:
             self.batch_size = tensor.shape[0] if tensor.dim() else None  # of a batch that nobody handed over
         self._hold(category, name, tensor, keep_first)
 
-    def _hold(self, category: Category, name: str, tensor: Tensor, keep_first: bool) -> None:
+    def _hold(self, category: Category, name: str, tensor: Tensor, keep_first: bool) -> list[External]:
+        """What was named now."""
+        held = []
         for plane in planes(tensor):
             key = plane.untyped_storage()._cdata
-            known = self._known.get(key)
-            if known is None:
-                self._known[key] = [External(category, name, plane)]
-            elif not keep_first:
+            known = self._known.setdefault(key, [])
+            if not known or not keep_first:
                 known.insert(0, External(category, name, plane))
+                held.append(known[0])
+        return held
 
     def get(self, key: int | None, offset: int | None = None) -> External | None:
         """The named tensor of a storage; of several (slices of one table) the one that holds element `offset` of it."""

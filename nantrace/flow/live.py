@@ -56,6 +56,11 @@ class LiveOps:
         if self._recorder is not None:
             self._recorder.__exit__(kind, error, traceback)
 
+    def take_batch(self, batch: Any) -> None:
+        """Name the tensors of what is read from here on."""
+        if self._recorder is not None:
+            self._recorder.take_batch(batch)
+
     def lineage(self) -> Lineage:
         """What was seen; complete after `end`."""
         return Lineage() if self._recorder is None else self._recorder.lineage()

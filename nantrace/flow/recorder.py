@@ -163,6 +163,11 @@ class OpRecorder(TorchDispatchMode):
         finally:
             self._paused = paused or self.failure is not None
 
+    def take_batch(self, batch: Any) -> None:
+        """What the step reads from here on, in any nesting."""
+        with self.pausing():
+            self._externals.take_batch(batch)
+
     def depth(self) -> int:
         """How many module calls are open."""
         return len(self._places.stack)

@@ -78,9 +78,9 @@ def bisect(
             return _bisect(replays, depth, anomaly, path)
     from nantrace.replay.captured import applied
 
-    with applied(step, capture) as captured:
+    with applied(step, capture, most=max_replays, progress=progress) as captured:
         assert captured.step is not None
-        with Replays(captured.step, max_replays, progress) as replays:
+        with Replays(captured.step, max_replays - len(captured.tried), progress) as replays:
             verdict = _bisect(replays, depth, anomaly, path)
     return captured.judged(verdict)
 

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.errors import CaptureError
+from nantrace.errors import CaptureError, ReplayError
 from nantrace.flow.links import fqn
 from nantrace.flow.values import tensors_in
 from nantrace.replay import surroundings
 from nantrace.replay.capturing import FORMAT, SCALER, VERSION, manifest, several
+from nantrace.replay.ends import Ends
+from nantrace.replay.ranks import meet
+from nantrace.replay.replays import Replays
 from nantrace.replay.snapshot import Snapshot
+from nantrace.replay.starts import HANDED_OVER
 from nantrace.replay.step import Step
 
 _TABLES = ("parameters", "buffers", "gradients", "modes", "random", "settings", "manifest")
 _SHOWN = 10
 _HAND_OVER = "pass optimizer= and scaler= to nantrace.trace, for the first step of a block too"
 _MOST_THREADS = 4096
+_KINDS = ("nan", "inf", "-inf")
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Captured:
     kept: Mapping[str, Any]
     step: Step | None = None
     unused: tuple[str, ...] = ()  # classes of captured optimizers that the step has none for
+    tried: tuple[tuple[str, Ends], ...] = ()  # starts of the step, and what a replay from there came to
+    start: str = ""  # the one of them that is replayed
 
     def judged(self, verdict: Verdict) -> Verdict:
         """What a replay found, seen beside what is known of the captured step: it did fail."""
@@ -46,11 +55,52 @@ class Captured:
         if verdict.status == "contained":
             alone = "One step alone cannot show whether training stands still; of the run that it is from was said"
             evidence = (*evidence, f"{alone}: {fault.partition(' See: ')[0].rstrip('.')}.")
+        replays = verdict.replays + len(self.tried)
         if verdict.status not in ("clean", "expected"):
-            return dataclasses.replace(verdict, evidence=evidence)
+            return dataclasses.replace(verdict, evidence=(*evidence, *self.started()), replays=replays)
         first = f"The captured step failed ({fault}); replayed from {self.path} it stayed finite."
         missing = tuple(sentence for sentence in recovery(self) if "missing" in sentence)
-        return dataclasses.replace(verdict, status="not_reproduced", evidence=(first, *evidence, *missing))
+        evidence = (first, *evidence, *self.started(), *self.read_elsewhere(), *missing)
+        return dataclasses.replace(
+            verdict, status="not_reproduced", evidence=evidence, advice=self.way_on(), replays=replays
+        )
+
+    def started(self) -> tuple[str, ...]:
+        """From where the step was replayed, and what replays from elsewhere came to."""
+        said = [f"with {name}: {ends.in_words()}" for name, ends in self.tried if name != self.start]
+        batches = self.kept["manifest"].get("batches") or 0
+        found = [f"It was replayed with {self.start}; {'; '.join(said)}."] if said else []
+        if batches > 1:
+            found.append(
+                f"The step read {batches:,} batches one after the other: each was replayed alone, from the parameters, "
+                f"buffers and gradients before the first."
+            )
+        return tuple(found)
+
+    def read_elsewhere(self) -> tuple[str, ...]:
+        """That the model was seen reading something else than the batch that was kept."""
+        read = self.kept["manifest"].get("read")
+        return (f"The captured batch is not what the step read: {read}; the capture holds no such values.",) * bool(
+            read
+        )
+
+    def way_on(self) -> tuple[str, ...]:
+        """What to capture better where a replay did not fail again."""
+        if self.kept["manifest"].get("when") == HANDED_OVER:
+            return ()
+        if not self.has_batch():
+            what = "The capture holds no batch, so the replay read the step's own"
+        elif self.kept["manifest"].get("read"):
+            what = "The loop reads another batch than the one handed over as batch="
+        else:
+            what = "Batch and random streams were kept without knowing where the step begins"
+        return (
+            f"{what}: call tracer.batch(batch) at the top of the loop's body, with what the step is about to read "
+            f"(or, for a single step, pass batch= to nantrace.trace), and capture again.",
+        )
+
+    def has_batch(self) -> bool:
+        return self.kept.get("batch") is not None or bool(self.kept.get("batch_tensors"))
 
     def unfilled(self) -> tuple[str, ...]:
         """State that the replay took from the present, as the capture lacks it, or the step names nobody to take it."""
@@ -93,6 +143,11 @@ def read(path: str | os.PathLike[str]) -> Captured:
     if kept.get("version") != VERSION:
         raise CaptureError(f"{name} has version {kept.get('version')!r}; this nantrace reads {VERSION}: capture again.")
     broken = [table for table in _TABLES if not isinstance(kept.get(table), dict)]
+    others = kept.get("others", [])
+    if not isinstance(others, list) or not all(
+        isinstance(o, dict) and isinstance(o.get("random"), dict) for o in others
+    ):
+        broken.append("others")
     tensors = ("parameters", "buffers", "gradients")
     broken += [t for t in tensors if t not in broken and not all(isinstance(v, torch.Tensor) for v in kept[t].values())]
     if broken:
@@ -101,8 +156,16 @@ def read(path: str | os.PathLike[str]) -> Captured:
 
 
 @contextlib.contextmanager
-def applied(step: Step, path: str | os.PathLike[str]) -> Iterator[Captured]:
+def applied(
+    step: Step, path: str | os.PathLike[str], *, most: int = 20, progress: Callable[[str], None] | None = None
+) -> Iterator[Captured]:
     """The captured state in place of the present one, which comes back at the end, bit for bit.
+
+    Args:
+        step: the step it belongs to.
+        path: of the capture.
+        most: how many replays may be spent on finding out where the step began, if that was not said.
+        progress: told one line about each of them.
 
     Raises:
         CaptureError: the file cannot be read, or does not belong to this model, optimizer or batch.
@@ -114,8 +177,10 @@ def applied(step: Step, path: str | os.PathLike[str]) -> Iterator[Captured]:
     try:
         try:
             optimizers = several(step.optimizer) or before.objects(torch.optim.Optimizer)
-            ready = _apply(captured.kept, step, optimizers)
-        except CaptureError:
+            _apply(captured.kept, step, optimizers)
+            ready = _begin(captured.kept, captured.kept, step)
+            captured, ready = _from_where_it_fails(captured, step, ready, most, progress)
+        except (CaptureError, ReplayError):
             raise
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise CaptureError(
@@ -155,8 +220,59 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _apply(kept: Mapping[str, Any], step: Step, optimizers: list[Any]) -> Step:
-    """Write a captured state into the step's objects; the step with the captured batch."""
+def _from_where_it_fails(
+    captured: Captured, step: Step, ready: Step, most: int, progress: Callable[[str], None] | None
+) -> tuple[Captured, Step]:
+    """The start from which the step fails again, if there are several: as it failed, if there is such a one."""
+    starts = [captured.kept, *(captured.kept.get("others") or ())]
+    if len(starts) < 2 or most < 2:
+        return captured, ready
+    names = _names(captured.kept, starts)
+    tried: list[tuple[str, Ends]] = []
+    for start, name in zip(starts[: most - 1], names, strict=False):
+        with Replays(_begin(captured.kept, start, step), 1, _told(name, progress)) as replays:
+            ends = replays.plain("the ends only")
+        tried.append((name, ends))
+        if not meet(step.model, not (ends.nonfinite and _is_alike(ends, captured.kept["manifest"])), ""):
+            break
+    alike = [bool(ends.nonfinite) and _is_alike(ends, captured.kept["manifest"]) for _, ends in tried]
+    failed = [bool(ends.nonfinite) for _, ends in tried]
+    at = next((marks.index(True) for marks in (alike, failed) if True in marks), 0)
+    return dataclasses.replace(captured, tried=tuple(tried), start=names[at]), _begin(captured.kept, starts[at], step)
+
+
+def _names(kept: Mapping[str, Any], starts: list[Mapping[str, Any]]) -> list[str]:
+    if (kept["manifest"].get("batches") or 0) > 1:
+        return [f"batch {number} of the step" for number in range(1, len(starts) + 1)]
+    whens = [kept["manifest"].get("when"), *(start.get("when") for start in starts[1:])]
+    return [f"the random streams as they were {when}" for when in whens]
+
+
+def _told(name: str, progress: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    return None if progress is None else lambda line: progress(f"replay with {name}: {line.rpartition(': ')[2]}")
+
+
+def _is_alike(ends: Ends, manifest: Mapping[str, Any]) -> bool:
+    """Whether a replay came to the loss that the step had, as far as both are known."""
+    loss = manifest.get("loss")
+    if not isinstance(loss, float) or len(ends.losses) != 1:
+        return True
+    text = ends.losses[0]
+    if "0x" not in text:
+        return text not in _KINDS or text == repr(loss)
+    return math.isclose(float.fromhex(text), loss, rel_tol=_ROUNDING, abs_tol=1e-30)
+
+
+def _begin(kept: Mapping[str, Any], start: Mapping[str, Any], step: Step) -> Step:
+    """The step with a captured batch, in torch's captured switches, and the random streams as they were."""
+    ready = dataclasses.replace(step, batch=_batch(start, step))
+    _apply_settings(kept["settings"])
+    surroundings.restore_random_state({name: _as_was(value) for name, value in start["random"].items()})
+    return ready
+
+
+def _apply(kept: Mapping[str, Any], step: Step, optimizers: list[Any]) -> None:
+    """Write a captured state into the step's objects."""
     model = step.model
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -171,10 +287,6 @@ def _apply(kept: Mapping[str, Any], step: Step, optimizers: list[Any]) -> Step:
         optimizer.load_state_dict(state)
     if step.scaler is not None and kept.get("scaler"):
         step.scaler.load_state_dict(kept["scaler"])
-    ready = dataclasses.replace(step, batch=_batch(kept, step))
-    _apply_settings(kept["settings"])
-    surroundings.restore_random_state({name: _as_was(value) for name, value in kept["random"].items()})
-    return ready
 
 
 def _as_was(state: Any) -> Any:
@@ -226,7 +338,7 @@ def recovery(capture: str | os.PathLike[str] | Captured) -> tuple[str, ...]:
     """
     captured = capture if isinstance(capture, Captured) else read(capture)
     kept = captured.kept
-    batch = [] if kept.get("batch") is not None or kept.get("batch_tensors") else ["the batch"]
+    batch = [] if captured.has_batch() else ["the batch"]
     unkept = kept["manifest"].get("unkept") or []
     without = [f"the state of {name}, which was not handed over and first seen in this step" for name in unkept]
     known = kept.get("optimizers") or any(name != SCALER for name in unkept)

@@ -1,9 +1,10 @@
 """Keeps the state before each step of a traced block, and writes it once a step is at fault: a captured step.
 
 The file is `torch.save` of plain containers and tensors with a manifest. It holds what the step began with: parameters,
-buffers (non-persistent ones too), gradients, modes, optimizers, the given scaler, the batch, random streams and torch's
-switches. Optimizers that were not handed over are known once they have stepped in the block: in the first step their
-state, and a scaler's that was not handed over, is missing, and the file says so. It holds no code.
+buffers (non-persistent ones too), gradients, modes, optimizers, the given scaler, torch's switches, the batch and the
+random streams; of these two more than one where nobody said when the step began. Optimizers that were not handed over
+are known once they have stepped in the block: in the first step their state, and a scaler's that was not handed over,
+is missing, and the file says so. It holds no code.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from nantrace.capture.tracer import Tracer
 from nantrace.errors import NantraceError
 from nantrace.events import Trace
 from nantrace.flow.links import fqn
-from nantrace.flow.values import tensors_in
 from nantrace.replay import surroundings
 from nantrace.replay.snapshot import refuse_if_too_large, snapshot_bytes
+from nantrace.replay.starts import ENTRY, UPDATE, Starts, clone, copied, is_plain, read_elsewhere
 from nantrace.replay.step import Step
 
 FORMAT, VERSION = "nantrace capture", 1
@@ -43,7 +44,7 @@ class StepCapture:
     """Keeps the state before each step, and writes it for the first one at fault. An observer for `Tracer`.
 
     Args:
-        model, optimizer, scaler, batch: of the step; optimizers may be several, all but the model None.
+        model, optimizer, scaler: of the step; optimizers may be several, all but the model None.
         path: file to write; each rank of a distributed run has a file of its own, as it has for a trace.
         overwrite: replace an existing capture, as a whole and not before a step is at fault.
 
@@ -57,16 +58,17 @@ class StepCapture:
         model: torch.nn.Module,
         optimizer: Any,
         scaler: Any,
-        batch: Any,
         path: str | os.PathLike[str],
         overwrite: bool = False,
     ) -> None:
-        self._step = Step(_no_code, model, batch, optimizer=several(optimizer), scaler=scaler)
+        self._step = Step(_no_code, model, optimizer=several(optimizer), scaler=scaler)
         self.path: str | None = None
         self._given, self._overwrite = os.fspath(path), overwrite
         # Read here: a tracer reads everything else under modes of its own.
         self._modes = {n: v for n, v in surroundings.settings().items() if n == "grad mode" or "autocast" in n}
         self._kept: dict[str, Any] | None = None
+        self._starts = Starts()
+        self._left: dict[str, Any] | None = None  # random streams, as the last update left them
         self._problem: str | None = None
         self._optimizers: Callable[[], list[torch.optim.Optimizer]] = list  # known by now
         self.written = False
@@ -87,18 +89,48 @@ class StepCapture:
             self._kept["settings"].update(self._modes)
         except NantraceError as error:
             self._problem = str(error)
+        since = ENTRY if self._left is None else UPDATE
+        self._starts, self._left = Starts(self._left or surroundings.random_state(), since), None
+
+    def step_reads(self, batch: Any, handed_over: bool) -> None:
+        if self._kept is None or self._problem:
+            return
+        try:
+            self._starts.add(batch, handed_over)
+        except NantraceError as error:
+            self._problem = str(error)
+
+    def step_closes(self) -> None:
+        if not self.written:
+            self._left = surroundings.random_state()
 
     def step_ended(self, trace: Trace, verdict: Judgement | None) -> None:
         kept, self._kept = self._kept, None
+        self._left = self._left or surroundings.random_state()
         if verdict is None or not verdict.fault or self.written:
             return
         if kept is not None:
             kept["manifest"]["fault"] = verdict.sentence or ""
             kept["manifest"]["unkept"] = self._unkept(kept, trace)
+            self._add_starts(kept, trace)
             self._problem = self._problem or _written(kept, self.path or self._given)
         self.written = self._problem is None
         if self._problem:
             warn_user(f"the step at fault was not captured: {self._problem}")
+
+    def _add_starts(self, kept: dict[str, Any], trace: Trace) -> None:
+        if not self._starts.kept:  # nothing of the step was heard
+            self._starts.add(None, True)
+        first, *others = self._starts.kept
+        kept.update(batch=first["batch"], batch_tensors=first["batch_tensors"], random=first["random"], others=others)
+        row = trace.steps[-1]
+        comparable = row.get("scale_before") is None and row.get("backwards") == 1
+        kept["manifest"].update(
+            when=first["when"],
+            batches=self._starts.batches,
+            read=read_elsewhere(trace, first) if self._starts.batches < 2 else None,
+            loss=row.get("loss") if comparable else None,
+        )
 
     def _unkept(self, kept: Mapping[str, Any], trace: Trace) -> list[str]:
         """What took part in the step without having been known when it began."""
@@ -126,22 +158,19 @@ def several(optimizer: Any) -> list[Any]:
 
 def _state(step: Step) -> dict[str, Any]:
     model = step.model
-    tensors = [*model.parameters(), *model.buffers(), *(t for _, t in tensors_in(step.batch, "batch"))]
+    tensors = [*model.parameters(), *model.buffers()]
     refuse_if_too_large(snapshot_bytes(tensors))
     with torch.no_grad():
         return {
             "format": FORMAT,
             "version": VERSION,
-            "parameters": {fqn(name, model): _clone(p) for name, p in model.named_parameters()},
-            "buffers": {fqn(name, model): _clone(b) for name, b in model.named_buffers()},
-            "gradients": {fqn(n, model): _clone(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+            "parameters": {fqn(name, model): clone(p) for name, p in model.named_parameters()},
+            "buffers": {fqn(name, model): clone(b) for name, b in model.named_buffers()},
+            "gradients": {fqn(n, model): clone(p.grad) for n, p in model.named_parameters() if p.grad is not None},
             "modes": {fqn(name, model): module.training for name, module in model.named_modules()},
-            "optimizers": [_copied(optimizer.state_dict()) for optimizer in step.optimizer],
-            "scaler": None if step.scaler is None else _copied(step.scaler.state_dict()),
-            "batch": _copied(step.batch) if _is_plain(step.batch) else None,
-            "batch_tensors": {path: _clone(t) for path, t in tensors_in(step.batch, "batch")},
-            "random": {name: _as_plain(value) for name, value in surroundings.random_state().items()},
-            "settings": {n: v for n, v in surroundings.settings().items() if n not in _NOT_KEPT and _is_plain(v)},
+            "optimizers": [copied(optimizer.state_dict()) for optimizer in step.optimizer],
+            "scaler": None if step.scaler is None else copied(step.scaler.state_dict()),
+            "settings": {n: v for n, v in surroundings.settings().items() if n not in _NOT_KEPT and is_plain(v)},
             "manifest": {**manifest(), "optimizers": [type(optimizer).__name__ for optimizer in step.optimizer]},
         }
 
@@ -154,36 +183,6 @@ def manifest() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
-def _is_plain(value: Any) -> bool:
-    """Only what `weights_only` lets through again."""
-    if isinstance(value, Mapping):
-        return type(value) is dict and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    if type(value) in (list, tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or type(value) in (bool, int, float, str, torch.Tensor, torch.dtype, torch.nn.Parameter)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _clone(value)
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_copied(item) for item in value])
-    return value
-
-
-def _as_plain(state: Any) -> Any:
-    """NumPy's stream holds an array, which `weights_only` refuses."""
-    if hasattr(state, "tobytes"):
-        return {"array": torch.tensor(state.astype("int64"))}
-    return tuple(_as_plain(item) for item in state) if isinstance(state, tuple) else state
 
 
 def _written(kept: dict[str, Any], path: str) -> str | None:

@@ -78,5 +78,8 @@ class _Known:
             if self._observe is not None and event.op is not None:
                 self._observe(*op_row(event))
 
+    def take_batch(self, batch: Any) -> None:
+        """A replay reads one batch."""
+
     def lineage(self) -> Lineage:
         return self._lineage

@@ -293,6 +293,12 @@ class Notebook:
     def step_begins(self, tracer: Tracer) -> None:
         self.told.append("begins")
 
+    def step_reads(self, batch: Any, handed_over: bool) -> None:
+        self.told.append(("reads", batch, handed_over))
+
+    def step_closes(self) -> None:
+        self.told.append("closes")
+
     def step_ended(self, trace: Trace, verdict: Judgement | None) -> None:
         self.told.append((set(trace.events["step"]), verdict))
 
@@ -300,7 +306,10 @@ class Notebook:
 def test_observers_hear_of_every_step() -> None:
     notebook = Notebook()
     _run_until_bad(Tracer(_model(), observers=[notebook], judge=lambda trace: ("x", False)), bad=1, steps=2)
-    assert notebook.told == ["block", "begins", ({0}, None), "begins", ({1}, Judgement("x", False))]
+    assert notebook.told == [
+        *("block", "begins", ("reads", None, False), ({0}, None)),
+        *("begins", ("reads", None, False), ({1}, Judgement("x", False))),
+    ]
 
 
 class Ops:

@@ -269,3 +269,165 @@ def test_a_step_in_which_training_stands_still_is_told_from_where_it_began(tmp_p
     assert verdict.status == "contained"
     said = [sentence for sentence in verdict.evidence if "One step alone cannot show" in sentence]
     assert len(said) == 1 and "training stands still since step 1 " in said[0] and "See:" not in said[0]
+
+
+class Noise(nn.Module):
+    """A step's own arithmetic: 1 / t with a t that was drawn before the model ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def diffuse(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    level = torch.randint(0, 20, ())
+    loss = (model(x) / level).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def noisy() -> tuple[nn.Module, torch.optim.Optimizer, Step]:
+    torch.manual_seed(1)
+    model = Noise()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, Step(lambda m, x: diffuse(m, x, optimizer), model, torch.ones(2, 2), optimizer=optimizer)
+
+
+def test_noise_that_was_drawn_before_the_model_ran_is_drawn_again(tmp_path: Path) -> None:
+    model, optimizer, step = noisy()
+    path = tmp_path / "step.capture"
+    with nantrace.trace(
+        model, optimizer=optimizer, batch=step.batch, capture=path, on_nonfinite="ignore", keep_steps=5
+    ) as tracer:
+        while not tracer.faults:
+            diffuse(model, step.batch, optimizer)
+            assert len(tracer.trace.steps) < 200
+    assert read(path).kept["manifest"]["when"] == "after the update before it"
+    said: list[str] = []
+    verdict = nantrace.bisect(step, capture=path, progress=said.append)
+    assert (verdict.status, verdict.cause) == ("fault", "division_by_zero")
+    assert said[0].startswith("replay with the random streams as they were after the update before it: loss inf")
+    assert verdict.replays == len(said)
+
+
+def test_what_the_loop_drew_between_two_steps_is_tried_second(tmp_path: Path) -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) / torch.randint(0, 20, ())
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model = Drops()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    path = tmp_path / "step.capture"
+    batch = torch.ones(2, 2)
+    with nantrace.trace(model, optimizer=optimizer, batch=batch, capture=path, on_nonfinite="ignore") as tracer:
+        while not tracer.faults:
+            torch.rand(7)  # an augmentation, say
+            run(model, batch)
+            assert len(tracer.trace.steps) < 200
+    verdict = nantrace.bisect(Step(run, model, batch, optimizer=optimizer), capture=path)
+    assert (verdict.status, verdict.cause) == ("fault", "division_by_zero")
+    assert any(
+        "It was replayed with the random streams as they were at its first call; with the random streams as they were "
+        "after the update before it: all finite." in sentence
+        for sentence in verdict.evidence
+    )
+
+
+def test_the_random_streams_of_a_batch_that_was_handed_over_are_those_of_that_moment(tmp_path: Path) -> None:
+    model, optimizer, step = noisy()
+    path, batches = tmp_path / "step.capture", list[Tensor]()
+    with nantrace.trace(model, optimizer=optimizer, capture=path, on_nonfinite="ignore") as tracer:
+        while not tracer.faults:
+            batches.append(torch.randn(2, 2))  # drawn between the steps
+            tracer.batch(batches[-1])
+            diffuse(model, batches[-1], optimizer)
+            assert len(tracer.trace.steps) < 200
+    kept = read(path).kept
+    assert (kept["manifest"]["when"], kept["others"]) == ("when tracer.batch was called", [])
+    assert torch.equal(kept["batch"], batches[-2])  # the step after it was open when it was judged
+    assert nantrace.bisect(step, capture=path).cause == "division_by_zero"
+
+
+def test_the_batch_is_that_of_the_first_call_in_the_first_step_too(tmp_path: Path) -> None:
+    model, optimizer = build()
+    path = tmp_path / "step.capture"
+    holder: dict[str, Tensor] = {}
+    with nantrace.trace(model, optimizer=optimizer, batch=holder, capture=path, on_nonfinite="ignore"):
+        holder["x"] = torch.ones(6, 4)
+        train(model, holder, optimizer)
+    assert torch.equal(read(path).kept["batch"]["x"], torch.ones(6, 4))
+
+
+def test_each_batch_of_accumulated_gradients_is_replayed_until_one_fails(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).sub(model(x).detach().amin()).add(x.amin()).log().mean()
+        loss.backward()
+        return loss.detach()
+
+    path = tmp_path / "step.capture"
+    with nantrace.trace(model, optimizer=optimizer, capture=path, on_nonfinite="ignore") as tracer:
+        for value in (1.0, 2.0, 0.0, 3.0):
+            tracer.batch(torch.full((2, 2), value))
+            run(model, torch.full((2, 2), value))
+        optimizer.step()
+    verdict = nantrace.bisect(Step(run, model, torch.ones(2, 2), optimizer=optimizer), capture=path)
+    assert (verdict.status, verdict.cause) == ("fault", "log_of_zero")
+    assert any("It was replayed with batch 3 of the step; with batch 1 of" in sentence for sentence in verdict.evidence)
+    assert any("The step read 4 batches one after the other" in sentence for sentence in verdict.evidence)
+
+
+def over_a_loader(path: Path, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.randn(3, 4) for _ in range(4)]
+    data[2][1, 1] = torch.nan
+
+    def run(model: nn.Module, x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    given = {"batch": data[0]} if options.pop("static", False) else {}
+    with nantrace.trace(model, optimizer=optimizer, capture=path, on_nonfinite="ignore", **given):
+        for x in data:
+            run(model, x)
+    return nantrace.bisect(Step(run, model, data[0], optimizer=optimizer), capture=path)
+
+
+def test_without_a_batch_in_the_capture_the_way_to_one_is_said(tmp_path: Path) -> None:
+    verdict = over_a_loader(tmp_path / "step.capture")
+    assert verdict.status == "not_reproduced"
+    assert "holds no batch" in verdict.advice[0] and "tracer.batch(batch) at the top of the loop" in verdict.advice[0]
+
+
+def test_a_captured_batch_that_the_step_did_not_read_is_said(tmp_path: Path) -> None:
+    verdict = over_a_loader(tmp_path / "step.capture", static=True)
+    assert verdict.status == "not_reproduced"
+    assert any(
+        "The captured batch is not what the step read: (model) read a tensor, float32 [3, 4], 1 nonfinite of 12"
+        in sentence
+        for sentence in verdict.evidence
+    )
+    assert "another batch than the one handed over as batch=" in verdict.advice[0]

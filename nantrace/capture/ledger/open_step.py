@@ -48,6 +48,8 @@ class OpenStep:
         schedulers: by id, the name, position and calls of each that stepped.
         decisions: what the user put on record.
         left_out: how often gradients were cleared after a forward in it.
+        touched: a forward, a backward or an update of it has begun.
+        batches: how many were handed over for it while it ran.
         closing: its last update has happened; the next forward or backward belongs to the next step.
     """
 
@@ -77,6 +79,8 @@ class OpenStep:
     left_out: int = 0
     updated: bool = False
     gradients_seen: bool = False
+    touched: bool = False
+    batches: int = 0
     closing: bool = False
     batch_id: Any = None
     lr: Any = None
