@@ -11,6 +11,7 @@ from torch import Tensor
 from nantrace.flow.calls import Argument, Call
 from nantrace.flow.externals import Externals
 from nantrace.flow.marked import first
+from nantrace.flow.rows import BatchRows
 from nantrace.flow.values import FLOATS, INTEGERS, Masks, Scanner, Summary, dtype_name, planes, storage_key, summarize
 from nantrace.lineage import Kind, Operand
 
@@ -51,7 +52,7 @@ def _copy(plane: Tensor, scanner: Scanner) -> Summary | Tensor:
     return Summary(dtype_name(plane.dtype), tuple(plane.shape), 0, 0, 0, *((low, high) if finite else (None, None)))
 
 
-def output_fields(plane: Tensor, found: Masks, batch_size: int | None, described: bool) -> dict[str, Any]:
+def output_fields(plane: Tensor, found: Masks, rows: BatchRows, described: bool) -> dict[str, Any]:
     """An output's statistics as fields of an event; extent and samples only if it is to be described."""
     fields: dict[str, Any] = {"dtype": dtype_name(plane.dtype), "shape": tuple(plane.shape)}
     fields |= {"nan": found.nan, "posinf": found.posinf, "neginf": found.neginf}
@@ -59,9 +60,9 @@ def output_fields(plane: Tensor, found: Masks, batch_size: int | None, described
     if described:
         summary = summarize(plane)
         fields |= {"min": summary.min, "max": summary.max}
-        if plane.dim() and plane.shape[0] == batch_size:
-            rows = found.bad.reshape(plane.shape[0], -1).any(1).nonzero().reshape(-1)
-            fields["samples"] = tuple(rows[:_SAMPLES].tolist())
+        if rows.are_rows_of(plane):
+            concerned = found.bad.reshape(plane.shape[0], -1).any(1).nonzero().reshape(-1)
+            fields["samples"] = tuple(concerned[:_SAMPLES].tolist())
     return fields
 
 

@@ -136,7 +136,7 @@ class Chronicle:
             kind=kind,
             iteration=self._rounds.iteration,
             **place.fields(),
-            **output_fields(plane, found, self._externals.batch_size, described=born),
+            **output_fields(plane, found, self._externals.rows, described=born),
             nan_parents=tuple(sorted(share.nan_ids)),
             inf_parents=tuple(sorted(share.inf_ids)),
             inplace=call.facts.mutates,
@@ -157,7 +157,7 @@ class Chronicle:
             kind="uninit",
             iteration=self._rounds.iteration,
             **place.fields(),
-            **output_fields(plane, found, self._externals.batch_size, described=False),
+            **output_fields(plane, found, self._externals.rows, described=False),
             outputs=outputs,
             inplace=call.facts.mutates,
             carries_grad=call.task >= 0 or call.needs_grad(),
@@ -182,7 +182,7 @@ class Chronicle:
 
     def _external(self, plane: Tensor, found: Masks) -> int:
         """Nonfinite elements that nobody was seen writing become an event; returns its id."""
-        external = self._externals.get(plane.untyped_storage()._cdata, _offset_of_first(plane, found))
+        external = self._externals.find(plane.untyped_storage()._cdata, _offset_of_first(plane, found))
         unseen = self.memory.who_wrote(plane)
         if unseen is None and external is None and self.filling is not None and self.filling.collective:
             unseen = self.filling
@@ -201,7 +201,7 @@ class Chronicle:
             category=_category(unseen, external),
             tensor=external.name if external and not unseen else None,
             datalike=is_datalike(plane, found),
-            **output_fields(*_whole(plane, found, external), self._externals.batch_size, described=True),
+            **output_fields(*_whole(plane, found, external), self._externals.rows, described=True),
         )
         self._lineage.events.append(event)
         self.between.arrived(event)

@@ -5,13 +5,14 @@ Names them by their storage, and holds them, so that no later tensor can take th
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nantrace.flow.links import fqn
+from nantrace.flow.rows import BatchRows
 from nantrace.flow.values import planes, storage_key, tensors_in
 from nantrace.lineage import Category
 
@@ -33,24 +34,41 @@ class Externals:
         self._foreign: set[int] = set()
         self._model = model
         self._old_gradients = {storage_key(p.grad) for p in model.parameters() if p.grad is not None} - {None}
-        self._sized_by_arguments = False
+        self.rows = BatchRows()
         self._batch: list[External] = []
         self.take_batch(batch)
         self._add_module(model, "")
 
     def take_batch(self, batch: Any) -> None:
         """Name the tensors of the batch; those of the one before are let go."""
-        self._sized_by_arguments = False
+        self._given = batch
         gone = {id(each) for each in self._batch}
         for key in {each.tensor.untyped_storage()._cdata for each in self._batch}:
             self._known[key] = [each for each in self._known.get(key, []) if id(each) not in gone]
             if not self._known[key]:
                 del self._known[key]
         self._batch = []
-        for path, tensor in tensors_in(batch, "batch"):
-            self._batch += self._hold("batch", path, tensor, False)
-        self.batch_size = _batch_size(batch)
-        self._sized_by_arguments = self.batch_size is None
+        self._name_batch()
+
+    def read_batch(self) -> None:
+        """A step begins: the batch that was handed over may hold other tensors by now."""
+        self.take_batch(self._given)
+
+    def _name_batch(self) -> None:
+        """Name what the batch holds and what has no name yet."""
+        named = {(each.name, each.tensor.untyped_storage()._cdata) for each in self._batch}
+        tensors = list(tensors_in(self._given, "batch"))
+        for path, tensor in tensors:
+            if (path, storage_key(tensor)) not in named:
+                self._batch += self._hold("batch", path, tensor, False)
+        if tensors:
+            self.rows.begin([tensor for _, tensor in tensors])
+
+    def read_arguments(self, args: Sequence[Any]) -> None:
+        """What the model is called with has the samples of a batch that nobody handed over."""
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if tensors and tensors[0].dim() and not self._batch:
+            self.rows.begin(tensors, tensors[0].shape[0])
 
     def _add_module(self, module: torch.nn.Module, prefix: str) -> None:
         for name, buffer in module.named_buffers():
@@ -64,8 +82,6 @@ class Externals:
         """Name a tensor's storage. A later name replaces an earlier one unless `keep_first`."""
         if torch.nn.parameter.is_lazy(tensor):
             return  # a lazy module's: no memory yet
-        if category == "batch" and self._sized_by_arguments and name == "args[0]":
-            self.batch_size = tensor.shape[0] if tensor.dim() else None  # of a batch that nobody handed over
         self._hold(category, name, tensor, keep_first)
 
     def _hold(self, category: Category, name: str, tensor: Tensor, keep_first: bool) -> list[External]:
@@ -87,6 +103,12 @@ class Externals:
         if offset is None or len(known) < 2:
             return known[0] if known else None
         return next((each for each in known if _holds(each.tensor, offset)), known[0])
+
+    def find(self, key: int, offset: int) -> External | None:
+        """As `get`, also of what has come into the batch since the step began."""
+        if key not in self._known:
+            self._name_batch()
+        return self.get(key, offset)
 
     def _old_gradient(self, key: int | None) -> External | None:
         """The gradient that has lain in `.grad` since before the step; held by nobody here, so that it can be freed."""
@@ -125,12 +147,6 @@ class Externals:
                     if isinstance(value, Tensor) and storage_key(value) not in self._known:
                         name = f"optimizer.state.{self.parameter_name(parameter)}.{key}"
                         self._hold("moment", name, value, keep_first=True)
-
-
-def _batch_size(batch: Any) -> int | None:
-    """The size of dim 0 that most tensors of the batch share."""
-    sizes = Counter(tensor.shape[0] for _, tensor in tensors_in(batch, "batch") if tensor.dim())
-    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _holds(tensor: Tensor, offset: int) -> bool:

@@ -210,6 +210,8 @@ class OpRecorder(TorchDispatchMode):
             self._raised = (self.time, self._host.hit(call))
             raise
         try:
+            if self._externals.rows.size:
+                self._externals.rows.follow(facts, args, out)
             loud = self._selective or (call is not None and call.bad)
             if loud or not self._is_quiet(facts.makes, out):
                 self._after(call or Call(facts, args, kwargs), out)
@@ -372,6 +374,8 @@ class OpRecorder(TorchDispatchMode):
         if task < 0 and not rounds.in_optimizer:
             if rounds.state == "after_backward":
                 self._sinks.close_pending()
+            if rounds.over:
+                self._externals.read_batch()
             rounds.forward(self.time, outermost=not places.stack)
             self._chronicle.between.begin()
         if id(module) not in places.frames.names:
@@ -382,6 +386,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _name_arguments(self, args: Any) -> None:
         """What the step hands to the model is input, wherever the step had it from."""
+        self._externals.read_arguments(args)
         for index, value in enumerate(args):
             if isinstance(value, Tensor) and value.dtype in FLOATS and storage_key(value) not in self._memory.finite:
                 self._externals.add("batch", f"args[{index}]", value, keep_first=True)
