@@ -149,6 +149,56 @@ def test_a_bad_batch_entry_that_reaches_the_loss_is_the_origin(bad: dict[str, fl
     assert verdict.origin.first_bad == (1, 3)
 
 
+def test_padding_that_the_model_drops_is_expected_however_it_came() -> None:
+    written = Written()
+    for _ in range(3):
+        with written.call("", given=NAN):
+            written.run("rnn")
+        written.loss()
+        updated(written, "rnn.weight")
+        written.end()
+    verdict = judge(written)
+    assert verdict.status == "expected" and verdict.origin is None
+    assert "3 of 21 tensors hold nonfinite values that show in no later tensor: (model) args[0]." in said(verdict)
+    assert "left them out or replaced them, as it does of padding" in said(verdict)
+
+
+def test_a_scale_that_found_its_level_calls_for_no_change() -> None:
+    found = []
+    for after in (1, 0):
+        written = Written("float16")
+        model = written.run("")
+        written.loss()
+        written.grad_output("", model, posinf=4, low=-60000.0, high=60000.0)
+        written.grad("wo.weight", posinf=1)
+        written.end(skipped=1, committed=0)
+        for _ in range(after):
+            written.run("")
+            written.loss()
+            updated(written, "wo.weight")
+            written.end()
+        written.step -= 1  # the last one has ended already
+        found.append(judge(written))
+    settled, open_ = found
+    assert (settled.status, settled.stage, settled.cause) == ("contained", "backward", "overflow")
+    assert settled.advice == (
+        "From step 1 on updates were taken again, as a scale does that finds its level: nothing has to be mended unless "
+        "the share of skipped updates grows.",
+    )
+    assert "scaler.get_scale()" in open_.advice[0] and "without the scaler" in open_.advice[1]
+
+
+def test_a_buffer_that_no_traced_step_wrote_is_looked_for_where_it_was_made() -> None:
+    written = Written(bn="BatchNorm2d")
+    written.buffer("bn.running_var", **NAN)
+    with written.call("", made=NAN):
+        written.run("bn", made=NAN)
+    written.loss(nan=1)
+    verdict = judge(written)
+    assert (verdict.stage, verdict.cause) == ("state", "bad_buffer")
+    assert "right after it is made" in verdict.advice[0] and "`nantrace checkpoint FILE`" in verdict.advice[1]
+
+
 def test_missing_labels_that_are_never_read_are_expected() -> None:
     written = Written()
     written.batch("y", **NAN)

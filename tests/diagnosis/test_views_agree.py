@@ -55,7 +55,7 @@ def test_an_explosion_that_overflows_asks_for_another_learning_rate_first() -> N
     found = diverging(nn.GELU, 3, 50.0)
     assert found.evidence[0] == "Inputs and weights are finite; the result left float32's range (3.4028e+38)."
     assert found.evidence[1].startswith("The updates made the weights explode")
-    assert found.advice[0].startswith("Repeat the steps with a tenth of the learning rate")
+    assert found.advice[0].startswith("Repeat the steps with a learning rate 100 times smaller")
     assert not any("running statistics" in advice for advice in found.advice)
 
 

@@ -10,6 +10,9 @@ from nantrace.diagnosis.modules.seen import Call, Seen
 from nantrace.diagnosis.modules.words import index, named
 from nantrace.diagnosis.verdict import Stage
 from nantrace.events import Role
+from nantrace.steps import likely, numbers_of, was_skipped
+
+_BISECT = "Replay the step to find the op and its line: `nantrace bisect FILE.py:step`."
 
 
 def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, kept: int | None = None) -> tuple[str, ...]:
@@ -20,7 +23,10 @@ def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, kept: i
     name, dtype = named(call.module if call else None), seen.site(row).dtype
     found = []
     if stage == "update" and cause == "exploding_update":
-        found.append("Repeat the steps with a tenth of the learning rate, or with gradients clipped before the update.")
+        found.append(
+            "Repeat the steps with a learning rate 100 times smaller, or with gradients clipped to a norm of 1: do the "
+            "parameters still grow?"
+        )
     elif stage == "update" or (kept is not None and seen.role[kept] == Role.BUFFER and suspects.left_out(seen, row)):
         found.append(
             "Keep the running statistics of a step whose update is skipped: restore them, or normalise in float32."
@@ -45,7 +51,7 @@ def advice(seen: Seen, row: int, stage: Stage | None, cause: str | None, kept: i
         found.append("Print how many labels count, (labels != -100).sum(): a mean over none of them is NaN.")
     if call is not None and seen.nan[row] and "Attention" in seen.classes.get(call.module, ""):
         found.append(f"Look for a sample of which the mask given to {name} hides every key: its softmax is NaN.")
-    found.append("Replay the step to find the op and its line: `nantrace bisect FILE.py:step`.")
+    found.append(_BISECT)
     return tuple(found[:3])
 
 
@@ -67,4 +73,28 @@ def advice_for_state(seen: Seen, row: int) -> tuple[str, ...]:
         return (f"Look at how {name} is initialised, and at the checkpoint that it was loaded from.",)
     if role == Role.STATE:
         return (f"Look at {name} in the checkpoint, and trace the step that last wrote it.",)
-    return (f"Reset {name} and trace the steps that write it: which one leaves it nonfinite?",)
+    if suspects.updates_before(seen):
+        return (f"Reset {name} and trace the steps that write it: which one leaves it nonfinite?",)
+    return (
+        f"Print {name} right after it is made, and after a checkpoint is loaded: where is it nonfinite first?",
+        "Look into the checkpoint that it came from: `nantrace checkpoint FILE` names each nonfinite tensor.",
+    )
+
+
+def of_scaler(seen: Seen, step: int) -> tuple[str, ...]:
+    """What to check of gradients that left their range times the scale, in a step that the scaler skipped."""
+    steps = seen.trace.steps
+    last = max(int(entry["step"]) for entry in likely(steps, was_skipped) if entry.get("skipped"))
+    places = range(numbers_of(steps).index(last) + 1, len(steps))
+    taken = next((steps[place]["step"] for place in places if steps[place].get("committed")), None)
+    if taken is not None:
+        return (
+            f"From step {taken} on updates were taken again, as a scale does that finds its level: nothing has to "
+            "be mended unless the share of skipped updates grows.",
+        )
+    return (
+        "Print scaler.get_scale() over the next steps: if it settles and steps are taken again, this was calibration.",
+        f"Run step {step} once without the scaler and compare its largest gradient with the largest value of its "
+        "dtype: if it overflows unscaled, no scale helps.",
+        _BISECT,
+    )

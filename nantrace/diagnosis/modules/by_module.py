@@ -15,7 +15,7 @@ import numpy as np
 from nantrace.diagnosis import growth
 from nantrace.diagnosis.contained import still_open
 from nantrace.diagnosis.modules import evidence, suspects
-from nantrace.diagnosis.modules.advice import advice, advice_for_state
+from nantrace.diagnosis.modules.advice import advice, advice_for_state, of_scaler
 from nantrace.diagnosis.modules.backward import made_elsewhere, weights_changed
 from nantrace.diagnosis.modules.births import (
     INF,
@@ -249,6 +249,8 @@ def _contained(seen: Seen) -> Blame | None:
         chosen = [root for root in real if root in at_sinks] or real
         if not chosen:
             continue
+        if all(_is_dropped_data(seen, int(row)) for row in rows):
+            continue
         root = chosen[0]
         why = growth.exploded(seen, root[0])
         if why is not None:
@@ -257,6 +259,16 @@ def _contained(seen: Seen) -> Blame | None:
             others = tuple(r for r in real if r != root)
             excused = Blame("contained", root, reached[0] if reached else None, _stage(seen, root[0]), others)
     return excused
+
+
+def _is_dropped_data(seen: Seen, row: int) -> bool:
+    """Whether a row is data that the model was given, in a step in which its outputs were seen.
+
+    Where no other row of the step is nonfinite, the model read no such element or replaced it, as it does of padding.
+    """
+    step = int(seen.step[row])
+    outputs = [r for call in seen.outermost(step) for r in call.outputs]
+    return bool(outputs) and seen.role[row] == Role.INPUT and (is_external(seen, row) or suspects.came_in(seen, row))
 
 
 def _absorbed_state(seen: Seen) -> Verdict | None:
@@ -349,7 +361,12 @@ def _verdict(seen: Seen, blame: Blame) -> Verdict:
     if blame.why:
         said = (said[0], blame.why, *said[1:])
     path = _path(seen, row, blame.sink)
-    checks = advice(seen, row, blame.stage, cause, blame.sink)
+    step = int(seen.step[row])
+    scaled = blame.status == "contained" and blame.stage == "backward" and cause == "overflow"
+    if scaled and evidence.skipped(seen, step):
+        checks = of_scaler(seen, step)
+    else:
+        checks = advice(seen, row, blame.stage, cause, blame.sink)
     return Verdict(
         blame.status,
         blame.stage,

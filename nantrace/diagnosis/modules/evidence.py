@@ -229,10 +229,16 @@ def expected(seen: Seen) -> tuple[str, ...]:
         more = "more " if marks.size else f"of {len(seen.bad):,} tensors "
         said.append(
             f"{others.size:,} {more}{hold} nonfinite values that show in no later tensor: {_names(seen, others)}. "
-            f"Whether code inside a module reads them is not seen."
+            f"{_dropped(seen, others)}"
         )
     said.append("No loss, gradient, parameter, moment or buffer was harmed by them.")
     return tuple(said)
+
+
+def _dropped(seen: Seen, rows: npt.NDArray[np.int64]) -> str:
+    if all(seen.role[row] == Role.INPUT for row in rows) and any(seen.call_of(int(row)) for row in rows):
+        return "The model left them out or replaced them, as it does of padding; where, is not seen."
+    return "Whether code inside a module reads them is not seen."
 
 
 def _names(seen: Seen, rows: npt.NDArray[np.int64]) -> str:
