@@ -14,6 +14,8 @@ from typing import Any
 
 from nantrace.steps import is_nonfinite
 
+#: What is said of a run that goes no further: in a warning, and so in the capture that was written with it.
+STANDS_STILL = "training stands still"
 #: Times in a row that a step is left out before training stands still.
 FEWEST = 2
 
@@ -60,7 +62,7 @@ def stands_still(steps: Sequence[int]) -> str:
     """The sentence that says so of a scaler."""
     return (
         f"In steps {steps[0]} to {steps[-1]} the loss was nonfinite before it was scaled, and GradScaler skipped every "
-        "update: training stands still, and lowering the scale cannot change that."
+        f"update: {STANDS_STILL}, and lowering the scale cannot change that."
     )
 
 
@@ -68,5 +70,5 @@ def left_out_for_ever(steps: Sequence[int], times: int, trained: bool) -> str:
     """The sentence that says so of a check in the loop; `trained`: they are known to be steps of training."""
     where = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     return f"In {where} the forward failed {times} times in a row, and no backward and no update followed: " + (
-        "every step is left out, and training stands still." if trained else "if it was to train, it stands still."
+        f"every step is left out, and {STANDS_STILL}." if trained else "if it was to train, it stands still."
     )

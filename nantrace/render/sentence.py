@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from nantrace.diagnosis.standstill import STANDS_STILL
 from nantrace.diagnosis.verdict import Origin, Verdict
 from nantrace.render.cells import harmless, shorten
 from nantrace.render.wording import phase_word
@@ -18,7 +19,7 @@ def sentence(verdict: Verdict, path: str | None = None, since: int | None = None
         since: the step since which training stands still, which a report places the fault in.
     """
     where = "print(nantrace.report(tracer.trace))" if path is None else f"nantrace report {shlex.quote(path)}"
-    still = "" if since is None else f"training stands still since step {since} (GradScaler skips every update): "
+    still = "" if since is None else f"{STANDS_STILL} since step {since} (GradScaler skips every update): "
     if verdict.origin is not None and verdict.origin.dtype is None and verdict.stage is None and verdict.evidence:
         return harmless(f"{still}{verdict.evidence[0]} See: {where}")  # told by the ledger, which knows no first tensor
     found = "the step is at fault" if verdict.origin is None else f"first nonfinite tensor: {_tensor(verdict)}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nantrace.diagnosis.standstill import STANDS_STILL
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.errors import CaptureError, ReplayError
 from nantrace.flow.links import fqn
@@ -53,8 +54,12 @@ class Captured:
         evidence = (*verdict.evidence, *self.differs(), *self.unfilled())
         fault = self.kept["manifest"].get("fault") or "it was at fault"
         if verdict.status == "contained":
-            alone = "One step alone cannot show whether training stands still; of the run that it is from was said"
-            evidence = (*evidence, f"{alone}: {fault.partition(' See: ')[0].rstrip('.')}.")
+            stuck = STANDS_STILL in fault
+            of_run = (
+                f"{self.holds(stuck)}; of the run that it is from was said: {fault.partition(' See: ')[0].rstrip('.')}."
+            )
+            evidence = (evidence[0], of_run, *evidence[1:]) if stuck and evidence else (*evidence, of_run)
+            verdict = dataclasses.replace(verdict, status="fault" if stuck else "contained")
         replays = verdict.replays + len(self.tried)
         if verdict.status not in ("clean", "expected"):
             return dataclasses.replace(verdict, evidence=(*evidence, *self.started()), replays=replays)
@@ -64,6 +69,15 @@ class Captured:
         return dataclasses.replace(
             verdict, status="not_reproduced", evidence=evidence, advice=self.way_on(), replays=replays
         )
+
+    def holds(self, stuck: bool) -> str:
+        """Which step was kept, and what one of them cannot show."""
+        step = self.kept["manifest"].get("step")
+        alone = "One step alone cannot show whether training stands still"
+        if not stuck:
+            return alone
+        which = "The captured step" if step is None else f"The captured step, step {step} of its run,"
+        return f"{which} does no harm by itself. {alone}"
 
     def started(self) -> tuple[str, ...]:
         """From where the step was replayed, and what replays from elsewhere came to."""

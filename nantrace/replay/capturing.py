@@ -110,7 +110,7 @@ class StepCapture:
         if verdict is None or not verdict.fault or self.written:
             return
         if kept is not None:
-            kept["manifest"]["fault"] = verdict.sentence or ""
+            kept["manifest"].update(fault=verdict.sentence or "", step=int(trace.steps[-1]["step"]))
             kept["manifest"]["unkept"] = self._unkept(kept, trace)
             self._add_starts(kept, trace)
             self._problem = self._problem or _written(kept, self.path or self._given)

@@ -266,7 +266,8 @@ def test_a_step_in_which_training_stands_still_is_told_from_where_it_began(tmp_p
             run(model, batch)
     assert len(told) == 1
     verdict = nantrace.bisect(Step(run, model, batch, optimizer=optimizer, scaler=scaler), capture=path)
-    assert verdict.status == "contained"
+    assert verdict.status == "fault"  # of the run: the step by itself is contained
+    assert "step 2 of its run, does no harm by itself" in verdict.evidence[1]
     said = [sentence for sentence in verdict.evidence if "One step alone cannot show" in sentence]
     assert len(said) == 1 and "training stands still since step 1 " in said[0] and "See:" not in said[0]
 
