@@ -246,6 +246,20 @@ def test_a_nonfinite_event_without_counterpart_is_no_agreement() -> None:
     assert "of them nonfinite" in str(found)
 
 
+def test_traces_of_models_without_a_common_module_say_so_first() -> None:
+    found = []
+    for name in ("encoder", "mlp"):
+        one = Written()
+        with one.call(""):
+            one.run(name)
+        one.loss()
+        found.append(one.trace())
+    difference = compare(*found)
+    assert difference.common and difference.modules == (1, 1, 0)
+    assert str(difference).startswith("No module has the same name in both (1 in A, 1 in B, 0 in common)")
+    assert not str(compare(found[0], found[0])).startswith("No module")
+
+
 def test_traces_with_nothing_in_common_do_not_agree() -> None:
     found = compare(written(), Trace(np.zeros(0, EVENT), ()))
     assert not found.same and "No common site" in str(found)

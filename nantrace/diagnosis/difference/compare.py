@@ -106,6 +106,7 @@ class Difference:
         steps: the one step of each trace, where their numbers differ.
         rtol, atol: as given; None where the dtypes decide.
         dtype: the coarsest dtype of both traces, whose rounding the tolerance allows; None if none rounds.
+        modules: how many modules inside the model each trace names, and how many names both; None if one names none.
     """
 
     a: Side
@@ -119,6 +120,7 @@ class Difference:
     rtol: float | None = None
     atol: float | None = None
     dtype: str | None = None
+    modules: tuple[int, int, int] | None = None
 
     @property
     def first(self) -> SiteDifference | None:
@@ -203,7 +205,13 @@ def compare(
         rtol=rtol,
         atol=atol,
         dtype=rules.dtype,
+        modules=_modules(a, b),
     )
+
+
+def _modules(a: Trace, b: Trace) -> tuple[int, int, int] | None:
+    named = [{name for entry in trace.modules for name in (entry.fqn, *entry.aliases) if name} for trace in (a, b)]
+    return (len(named[0]), len(named[1]), len(named[0] & named[1])) if all(named) else None
 
 
 def _part(trace: Trace, rows: slice) -> Unscaled:

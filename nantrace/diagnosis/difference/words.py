@@ -23,6 +23,8 @@ LIMITS = (
 
 def paragraphs(difference: Difference) -> Iterator[Paragraph]:
     """What there is to say, most important first."""
+    if difference.modules is not None and not difference.modules[2]:
+        yield 0, _unrelated(*difference.modules)
     yield from (_side("A", difference.a), _side("B", difference.b))
     if difference.steps is not None:
         yield 0, f"Step {difference.steps[0]} of A is compared with step {difference.steps[1]} of B."
@@ -38,6 +40,13 @@ def paragraphs(difference: Difference) -> Iterator[Paragraph]:
             yield 0, _missing(letter, side)
     if difference.common:
         yield 0, LIMITS
+
+
+def _unrelated(in_a: int, in_b: int, both: int) -> str:
+    return (
+        f"No module has the same name in both ({in_a:,} in A, {in_b:,} in B, {both} in common): these are traces of "
+        "different models, or one of them is wrapped; what follows compares what stands outside of those modules."
+    )
 
 
 def as_text(difference: Difference) -> str:
