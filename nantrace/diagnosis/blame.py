@@ -332,7 +332,8 @@ class _Case:
         made = (self.roots.event(id) for id in sorted(self.roots.descendants(event.id)))
         absorbed_by = next((op for each in made for op in each.absorbed_by), None)
         excuse = None if sink is None else sink.excuse or "skip"
-        return advice_of_contained(checks, excuse, absorbed_by, event.carries_grad)
+        flows_back = event.carries_grad and event.phase != "backward"
+        return advice_of_contained(checks, excuse, absorbed_by, flows_back)
 
     def _also(self, event: OpEvent, others: frozenset[int]) -> tuple[Origin, ...]:
         """Where an infinity became NaN, the forward half of a backward birth, and other roots of the same damage."""

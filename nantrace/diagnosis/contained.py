@@ -15,6 +15,7 @@ _ANSWERED = re.compile(
 )
 #: Checks that do nothing but ask that question: the same step on other data or in another range.
 _ASKS_ONLY = re.compile(r"^Repeat the step (?:on another batch|without samples?)|^Run the step in bfloat16")
+_MEND = "To be rid of it:"
 _WHEN = {
     "skip": "A skipped update now and then is what a gradient scaler is for. It does harm where each step is skipped.",
     "guard": (
@@ -50,13 +51,14 @@ def _when(excuse: str | None, absorbed_by: str | None, grad: bool) -> str:
 
 
 def still_open(advice: tuple[str, ...]) -> tuple[str, ...]:
-    """The checks that still tell something; one that only asked whether the step stays sound says how to mend it."""
-    kept = []
+    """The checks that still tell something; one that only asked whether the step stays sound says how to mend it.
+
+    Behind the first, which tells where to look, these come before the others.
+    """
+    kept: list[str] = []
     for text in advice:
         if _ASKS_ONLY.search(text):
             continue
         mended = _ANSWERED.sub("", text)
-        if mended != text:
-            mended = f"To be rid of it: {mended[:1].lower()}{mended[1:].rstrip('.')}."
-        kept.append(mended)
-    return tuple(kept)
+        kept.append(text if mended == text else f"{_MEND} {mended[:1].lower()}{mended[1:].rstrip('.')}.")
+    return (*kept[:1], *sorted(kept[1:], key=lambda text: not text.startswith(_MEND)))

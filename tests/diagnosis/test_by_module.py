@@ -182,8 +182,8 @@ def test_a_scale_that_found_its_level_calls_for_no_change() -> None:
     settled, open_ = found
     assert (settled.status, settled.stage, settled.cause) == ("contained", "backward", "overflow")
     assert settled.advice == (
-        "From step 1 on updates were taken again, as a scale does that finds its level: nothing has to be mended unless "
-        "the share of skipped updates grows.",
+        "From step 1 on updates were taken again, as a scale does that finds its level: nothing has to be mended "
+        "unless the share of skipped updates grows.",
     )
     assert "scaler.get_scale()" in open_.advice[0] and "without the scaler" in open_.advice[1]
 

@@ -239,6 +239,7 @@ def test_a_parameter_that_was_huge_before_the_step_comes_first() -> None:
     assert found.evidence[0] == "Parameter bg reached 3.09e+26 in magnitude before the step."
     assert "wi.weight" not in " ".join(found.evidence)
     assert "Print the magnitude of bg" in found.advice[0]
+    assert "If bg grew over the updates before, repeat them with a learning rate 100 times smaller" in found.advice[1]
 
 
 def test_exploding_updates_are_the_cause_of_the_overflow_behind_them() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nantrace
 from nantrace.diagnosis.blame import blame
+from nantrace.diagnosis.contained import still_open
 from nantrace.diagnosis.modules.by_module import by_module
 from nantrace.render.text import text
 from tests.diagnosis.flows import Flow
@@ -118,6 +119,18 @@ def test_advice_on_what_was_contained_does_not_ask_whether_the_step_stays_finite
     )
     assert verdict.advice[1].startswith("To be rid of it: clamp the input below 88 at ")
     assert not [text for text in verdict.advice if "stays finite" in text or "stay finite" in text]
+
+
+def test_what_mends_it_comes_before_what_compares() -> None:
+    found = still_open(
+        (
+            "Print the indices where the input is 0.",
+            "If the input is a softmax, take log_softmax and compare.",
+            "Replace the input by torch.where(x > 0, x, 1): does the step stay finite?",
+        )
+    )
+    assert found[1] == "To be rid of it: replace the input by torch.where(x > 0, x, 1)."
+    assert found[0].startswith("Print") and found[2].startswith("If the input is a softmax")
 
 
 def test_advice_of_modules_on_what_reached_nothing_does_not_ask_that_either() -> None:

@@ -68,7 +68,11 @@ def _huge_parameters(lineage: Lineage, event: OpEvent, found: Explanation) -> Ex
         f"Print the magnitude of {name} right after the model is built or loaded, and after each update since: what "
         "made it so large?"
     )
-    return _put_first(_without_search(found), facts, (check,))
+    grown = (
+        f"If {name} grew over the updates before, repeat them with a learning rate 100 times smaller and see whether "
+        "it still grows: the op that overflowed is then the messenger."
+    )
+    return _put_first(_without_search(found), facts, (check, grown))
 
 
 def _growing_outputs(lineage: Lineage, event: OpEvent, found: Explanation) -> Explanation:
