@@ -118,8 +118,11 @@ def facts_of(origin: Origin) -> list[str]:
     if output is not None and _field(output, "numel"):
         facts.append(_held(output, origin.first_bad))
     if origin.where:
-        facts.append(f"its forward ran at {origin.where}" if origin.node else f"at {origin.where}")
-    if origin.samples:
+        facts.append(f"{_line_is(origin)} {origin.where}")
+    shape = _field(output, "shape")
+    if origin.samples and shape and 1 < len(origin.samples) == shape[0]:
+        facts.append(f"every sample of the batch (all {shape[0]:,})")
+    elif origin.samples:
         shown = ", ".join(str(sample) for sample in origin.samples[:12])
         facts.append(f"samples of the batch: {shown}{', ...' if len(origin.samples) > 12 else ''}")
     for operand in origin.inputs[:_OPERANDS]:
@@ -127,6 +130,13 @@ def facts_of(origin: Origin) -> list[str]:
     if len(origin.inputs) > _OPERANDS:
         facts.append(f"and {plural(len(origin.inputs) - _OPERANDS, 'more input')}")
     return facts
+
+
+def _line_is(origin: Origin) -> str:
+    """What the user's line is to the op: its own, or that of the forward whose backward it is."""
+    if not origin.node:
+        return "at"
+    return "its backward runs at" if origin.own_line else "its forward ran at"
 
 
 def _held(stats: Any, first: tuple[int, ...] | None) -> str:

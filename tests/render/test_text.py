@@ -144,6 +144,10 @@ def test_an_op_level_verdict_shows_op_node_line_operands_samples_and_replays() -
     assert "at model.py:41 in forward" in shown
     assert "read numerator: float32 [2, 1], 0 to 1.5, 1 zero" in shown
     assert "samples of the batch: 1" in shown
+    verdict = bisected()
+    assert verdict.origin is not None
+    every = dataclasses.replace(verdict, origin=dataclasses.replace(verdict.origin, samples=(0, 1)))
+    assert "every sample of the batch (all 2)" in text(None, every)
     assert "Also: backward, unit, aten.mul, node PowBackward0, float32." in shown
     assert "3 replays." in shown
     assert "FAULT in backward: sqrt at zero. 0/0." in shown
@@ -182,6 +186,13 @@ def test_operands_are_named_by_what_they_are_and_by_tensor_and_one_value_is_said
     shown = shown_lines(dataclasses.replace(bisected(), origin=Origin(op="aten.addmm", inputs=(weight, bias))))
     assert "read right matrix = head.weight: float16 [32, 8], all 100" in shown
     assert "read addend: float16 [8], all 0" in shown
+
+
+def test_a_line_of_a_backward_is_not_called_that_of_its_forward() -> None:
+    origin = Origin(op="aten.div", node="HalfBackward", where="net.py:12 in backward")
+    assert "its forward ran at net.py:12 in backward" in shown_lines(Verdict("fault", origin=origin))
+    own = dataclasses.replace(origin, own_line=True)
+    assert "its backward runs at net.py:12 in backward" in shown_lines(Verdict("fault", origin=own))
 
 
 def test_a_tensor_that_was_bad_from_the_start_has_no_phase() -> None:
