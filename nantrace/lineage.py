@@ -91,6 +91,7 @@ class OpEvent:
     operands: tuple[Operand, ...] = ()
     scalars: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # plain arguments by schema name
     forward_op: str | None = None  # backward events: the forward op whose node this is
+    own_line: bool = False  # backward events: `where` is a line of the backward itself, not that of the forward op
     forward_operands: tuple[Operand, ...] = ()  # backward events: that op's inputs, where they were recorded
 
 

@@ -59,6 +59,7 @@ def origin_of(event: OpEvent) -> Origin:
         kind=_kind(event),
         dtype=event.dtype,
         where=event.where,
+        own_line=event.own_line,
         inputs=event.operands,
         output=_output(event),
         first_bad=_index(event.first_bad, event.shape),

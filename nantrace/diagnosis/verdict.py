@@ -27,6 +27,7 @@ class Origin:
         kind: "nan", "inf" or "naninf".
         dtype: of the nonfinite tensor.
         where: "model.py:41 in forward", the user's own line; for a backward op its forward line.
+        own_line: `where` is a line that ran in backward: of a custom function's own, or of a hook.
         inputs: statistics of what the op or module read, before it ran.
         output: statistics of what it put out.
         first_bad: index of the first nonfinite element, one integer a dimension.
@@ -48,6 +49,7 @@ class Origin:
     first_bad: tuple[int, ...] | None = None
     samples: tuple[int, ...] | None = None
     round: str | None = None
+    own_line: bool = False
 
 
 @dataclass(frozen=True)

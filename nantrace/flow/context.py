@@ -24,7 +24,10 @@ from nantrace.flow.values import storage_key
 
 
 class Context(NamedTuple):  # made for every forward op: a frozen dataclass takes five times as long
-    """Where one op runs. `node_key` identifies one run of one autograd node: (backward pass, sequence number, name)."""
+    """Where one op runs. `node_key` identifies one run of one autograd node: (backward pass, sequence number, name).
+
+    `own_line`: the line is one that runs in backward, of the node's own code or of a hook, not that of its forward.
+    """
 
     phase: str
     module: str | None
@@ -32,6 +35,7 @@ class Context(NamedTuple):  # made for every forward op: a frozen dataclass take
     node: str | None = None
     node_key: tuple[int, int, str] | None = None
     forward_op: str | None = None
+    own_line: bool = False
 
     @property
     def where(self) -> str | None:
@@ -46,6 +50,7 @@ class Context(NamedTuple):  # made for every forward op: a frozen dataclass take
             "where": self.where,
             "node_key": self.node_key,
             "forward_op": self.forward_op,
+            "own_line": self.own_line,
         }
 
 
@@ -178,7 +183,8 @@ class Whereabouts:
         link = self.links.get(number)
         module = link.module if link else self._owner(node, name)
         line = _line(frame) or (link.line if link else None)
-        return Context("backward", module, line, name, (task, number, name), link.op if link else None)
+        op = link.op if link else None
+        return Context("backward", module, line, name, (task, number, name), op, own_line=frame is not None)
 
     def _owner(self, node: Any, name: str) -> str | None:
         """The module that owns the parameter whose gradient is accumulated."""

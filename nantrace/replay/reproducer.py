@@ -192,7 +192,8 @@ def _found(lineage: Lineage, origin: Origin) -> OpEvent:
 
 def _text(origin: Origin, keeper: Keeper) -> str:
     line = origin.where or "an unknown line"
-    node = f"It belongs to {origin.node} of the forward line {line}." if origin.node else f"It ran at {line}."
+    of = "and runs in backward at" if origin.own_line else "of the forward line"
+    node = f"It belongs to {origin.node} {of} {line}." if origin.node else f"It ran at {line}."
     return _SCRIPT.format(
         title=f"{origin.op} gives birth to {origin.kind or 'a nonfinite value'} from its real inputs.",
         line=node.replace("\\", "/"),

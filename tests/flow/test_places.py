@@ -102,7 +102,9 @@ def test_a_line_of_a_custom_backward_wins_over_the_forward_line() -> None:
 
     x = torch.ones(2, requires_grad=True)
     event = only(recorded(lambda: Half.apply(x).sum().backward()), "aten.div")
-    assert (event.node, line_of(event)) == ("HalfBackward", "backward")
+    assert (event.node, line_of(event), event.own_line) == ("HalfBackward", "backward", True)
+    event = only(recorded(lambda: (torch.zeros(2, requires_grad=True) ** 0.5).sum().backward()), "aten.pow")
+    assert (event.node, event.own_line) == ("PowBackward0", False)
 
 
 def test_an_uncalled_forward_of_a_submodule_is_its_own() -> None:
