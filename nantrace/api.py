@@ -52,7 +52,8 @@ def trace(
         path: file to write; None keeps the trace in memory as `tracer.trace`. In a distributed run each rank writes
             its own: "step.r00001.h5" for rank 1.
         optimizer, scaler: found when they step if they are not handed over.
-        batch: what the step reads, a tensor or any nesting of them; its tensors are named in the verdict.
+        batch: what the step reads, a tensor or any nesting of them; its tensors are named in the verdict. It is one
+            object for all steps: in a loop over a loader call `tracer.batch(batch)` first thing in the body instead.
         modules: globs on FQNs that select modules; None all.
         depth: deepest level of modules to record: 0 the model alone, None all.
         ops: record single ops too, which costs more and names the op at fault: True for the whole step, or globs on
@@ -61,7 +62,10 @@ def trace(
             It is raised out of the call that ended the step, once that has done its work: `optimizer.step` (with a
             scaler: `scaler.update`), `tracer.mark_step`, or the block's end for a step that nothing else ended. An
             exception of yours that is under way goes first.
-        capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`.
+        capture: file for the state and the batch of the first step at fault, for `nantrace bisect --capture`. The batch
+            and the random streams are those at `tracer.batch(batch)`. Without it the batch is taken as the step makes
+            its first call, and the streams as the last update left them and as the first call finds them: a replay
+            tries both.
         keep_steps: a flight recorder: hold the details of only so many steps back, and write them when a step turns
             out to be at fault, up to 20 times, and at the end. Others leave a row of numbers; SIGKILL loses what is
             held.
@@ -75,8 +79,9 @@ def trace(
 
     Returns:
         What `with` binds. `tracer.trace` is the recorded `Trace` (read back if there is a `path`), also after the
-        block; `tracer.mark_step(batch_id=, lr=, loss=)` ends a step where no optimizer does; `tracer.note(kind,
-        reason)` puts a decision of yours on record; `tracer.faults` counts the steps at fault so far.
+        block; `tracer.batch(batch)` hands over what the step that comes reads; `tracer.mark_step(batch_id=, lr=,
+        loss=)` ends a step where no optimizer does; `tracer.note(kind, reason)` puts a decision of yours on record;
+        `tracer.faults` counts the steps at fault so far.
 
     Raises:
         TraceExistsError: `path` or `capture` is taken (when the block is entered, as with the next).

@@ -102,6 +102,11 @@ def test_the_output_shown_is_what_the_command_prints(command: str, output: str, 
         assert any(line in other for other in actual), f"{command} does not print, or not in this place: {line}"
 
 
+def test_the_loop_that_fails_late_is_replayed_with_the_batch_that_failed(ran: Callable[[str], str]) -> None:
+    found = ran("nantrace bisect train.py:step --capture step.capture")
+    assert "samples of the batch: 3" in found and "its forward ran at train.py:14 in forward" in found
+
+
 def test_each_command_line_verb_and_public_name_is_mentioned() -> None:
     verbs = {shlex.split(command)[1] for command in commands() if command.startswith("nantrace ")}
     assert verbs == set(main.commands)

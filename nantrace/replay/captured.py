@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nantrace.capture.surroundings import rank
 from nantrace.diagnosis.standstill import STANDS_STILL
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.errors import CaptureError, ReplayError
@@ -24,7 +25,6 @@ from nantrace.flow.values import tensors_in
 from nantrace.replay import surroundings
 from nantrace.replay.capturing import FORMAT, SCALER, VERSION, manifest, several
 from nantrace.replay.ends import Ends
-from nantrace.replay.ranks import meet
 from nantrace.replay.replays import Replays
 from nantrace.replay.snapshot import Snapshot
 from nantrace.replay.starts import HANDED_OVER
@@ -239,7 +239,7 @@ def _from_where_it_fails(
 ) -> tuple[Captured, Step]:
     """The start from which the step fails again, if there are several: as it failed, if there is such a one."""
     starts = [captured.kept, *(captured.kept.get("others") or ())]
-    if len(starts) < 2 or most < 2:
+    if len(starts) < 2 or most < 2 or rank() is not None:  # ranks would try different ones, and wait for each other
         return captured, ready
     names = _names(captured.kept, starts)
     tried: list[tuple[str, Ends]] = []
@@ -247,7 +247,7 @@ def _from_where_it_fails(
         with Replays(_begin(captured.kept, start, step), 1, _told(name, progress)) as replays:
             ends = replays.plain("the ends only")
         tried.append((name, ends))
-        if not meet(step.model, not (ends.nonfinite and _is_alike(ends, captured.kept["manifest"])), ""):
+        if ends.nonfinite and _is_alike(ends, captured.kept["manifest"]):
             break
     alike = [bool(ends.nonfinite) and _is_alike(ends, captured.kept["manifest"]) for _, ends in tried]
     failed = [bool(ends.nonfinite) for _, ends in tried]

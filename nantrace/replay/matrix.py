@@ -61,11 +61,11 @@ def matrix(
     if capture is None:
         with Replays(step, max_replays, progress, alike=True) as replays:
             return _contrast(replays, asked)
-    with applied(step, capture) as captured:
+    with applied(step, capture, most=max_replays - 2, progress=progress) as captured:
         assert captured.step is not None
-        with Replays(captured.step, max_replays, progress, alike=True) as replays:
+        with Replays(captured.step, max_replays - len(captured.tried), progress, alike=True) as replays:
             found = _contrast(replays, asked)
-    notes = [*captured.differs()]
+    notes = [*captured.differs(), *captured.started()]
     if found.base.outcome == "finite":
         fault = captured.kept["manifest"].get("fault") or "it was at fault"
         notes.append(f"The captured step failed ({fault}); replayed from {captured.path} it stayed finite")
