@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nantrace.diagnosis.observation import Observation, numbered
 from nantrace.diagnosis.scale import readings
 from nantrace.diagnosis.stalled import stalled
 from nantrace.diagnosis.verdict import Status
-from nantrace.events import Trace, distinct, nonfinite_rows
+from nantrace.events import Role, Trace, distinct, nonfinite_rows
 from nantrace.steps import (
     by_number,
     figures,
@@ -82,7 +84,10 @@ def _raised(trace: Trace) -> Iterator[Observation]:
 
 def _nonfinite(trace: Trace, status: Status | None) -> Iterator[Observation]:
     rows = [row for row in likely(trace.steps, had_nonfinite_numbers) if "step" in row and shows_nonfinite(row)]
-    bad = sorted(_bad_steps(trace) | {int(row["step"]) for row in rows})
+    kept = {int(row["step"]) for row in rows}
+    outside = _bad_steps(trace, inside_ops=False) | kept
+    inside = sorted(_bad_steps(trace) - outside)
+    bad = sorted(outside) or inside
     if not bad:
         return
     losses = [int(row["step"]) for row in rows if is_nonfinite(row.get("loss"))]
@@ -91,10 +96,18 @@ def _nonfinite(trace: Trace, status: Status | None) -> Iterator[Observation]:
         "nonfinite",
         tuple(bad),
         f"A nonfinite value was seen in {numbered(bad)}.",
-        evidence,
+        (*evidence, *_inside_alone(inside, bool(outside))),
         "It proves that a NaN or an infinity existed.",
         _DAMAGE.get(status or "inconclusive", _DAMAGE["inconclusive"]),
     )
+
+
+def _inside_alone(steps: Sequence[int], others: bool) -> tuple[str, ...]:
+    """Ops compute with infinities that no module puts out: of such steps only a trace of ops knows."""
+    if not steps:
+        return ()
+    where = f"In {numbered(steps)} only" if others else "Only"
+    return (f"{where} results of single ops held one, and no output of a module, gradient or state.",)
 
 
 def _bad_batches(trace: Trace) -> Iterator[Observation]:
@@ -173,5 +186,10 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return low + (place - below) * (high - low)
 
 
-def _bad_steps(trace: Trace) -> set[int]:
-    return {int(step) for step in distinct(trace.events["step"][nonfinite_rows(trace.events)])}
+def _bad_steps(trace: Trace, inside_ops: bool = True) -> set[int]:
+    """Steps with a nonfinite row; without those that have it in a row of an op alone, unless `inside_ops`."""
+    bad = nonfinite_rows(trace.events)
+    if not inside_ops:
+        ops = [number for number, site in enumerate(trace.sites) if site.role is Role.OP]
+        bad = bad & ~np.isin(trace.events["site"], ops)
+    return {int(step) for step in distinct(trace.events["step"][bad])}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import nantrace
 from nantrace.capture.tracer import Tracer
 from nantrace.diagnosis.observation import Observation
 from nantrace.diagnosis.scale import readings
@@ -308,3 +309,17 @@ def test_rows_of_an_embedding_that_no_token_named_raise_no_alarm() -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
 def test_a_quantile_of_sorted_losses_is_that_of_numpy(losses: list[float], share: float) -> None:
     assert _quantile(sorted(losses), share) == pytest.approx(float(np.quantile(losses, share)), rel=1e-9, abs=1e-6)
+
+
+def test_a_step_in_which_only_ops_held_an_infinity_is_not_counted_among_those_that_went_wrong() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nantrace.trace(model, optimizer=optimizer, ops=True, on_nonfinite="ignore") as tracer:
+        for step in range(3):
+            optimizer.zero_grad()
+            weights = torch.zeros(2).masked_fill(torch.tensor([False, True]), float("-inf")).softmax(0)
+            (model(torch.ones(1, 2)).sum() * weights[0] / (0.0 if step == 2 else 1.0)).backward()
+            optimizer.step()
+    found = next(each for each in symptoms(tracer.trace) if each.kind == "nonfinite")
+    assert (found.steps, found.sentence) == ((2,), "A nonfinite value was seen in step 2.")
+    assert any("In steps 0, 1 only results of single ops held one" in each for each in found.evidence), found.evidence
