@@ -37,6 +37,8 @@ class End:
     inf: int
 
     def __str__(self) -> str:
+        if self.place == "returned":
+            return self.name.replace("returned", "what the step returned", 1)
         return self.place if self.place == "loss" else f"{self.place} {self.name}"
 
 

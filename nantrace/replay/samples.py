@@ -53,6 +53,8 @@ class Samples:
             return f"Of {self.size:,} samples, 1 fails by itself (sample {self.indices[0]}). {rough}"
         shown = ", ".join(map(str, self.indices[:12])) + (", ..." if count > 12 else "")
         end = "none of them can be left out" if self.minimal else "the replays ran out before fewer were tried"
+        if count == self.size:
+            return f"All {count:,} samples fail together, every sample of the batch; {end}. {rough}"
         return f"Of {self.size:,} samples, {count:,} fail together (samples {shown}); {end}. {rough}"
 
 

@@ -181,6 +181,11 @@ def test_a_tensor_bad_before_the_step_is_named_with_its_first_index(category: st
     assert tensor is None or tensor in found.advice[0]
 
 
+def test_where_every_sample_is_concerned_none_is_counted_out() -> None:
+    found = explained(external("batch", "batch.x", samples=(0, 1, 2)))
+    assert "Every sample along dimension 0 (all 3) is concerned." in found.evidence
+
+
 def test_a_batch_is_repeated_without_its_bad_samples() -> None:
     assert "without samples 1, 2 of the batch" in explained(external("batch", "batch.x", samples=(1, 2))).advice[1]
 

@@ -211,3 +211,8 @@ def test_a_difference_in_bits_alone_does_not_matter_and_is_told(fields: dict[str
     assert difference(BASE, changed(**fields)) == ""
     assert finer(BASE, changed(**fields)) == what
     assert finer(BASE, BASE) == ""
+
+
+def test_what_a_step_returned_is_named_in_words() -> None:
+    ends = [End("returned", "returned", 1, 1, 0), End("returned", "returned[0]", 1, 1, 0), End("loss", "loss", 1, 1, 0)]
+    assert [str(end) for end in ends] == ["what the step returned", "what the step returned[0]", "loss"]

@@ -44,6 +44,8 @@ def test_one_sample_and_several_are_told_in_english() -> None:
     assert str(Samples((11,), 16, 9, True)).startswith("Of 16 samples, 1 fails by itself (sample 11). Not bit-exact")
     several = "Of 16 samples, 2 fail together (samples 3, 7); none of them can be left out. Not bit-exact"
     assert str(Samples((3, 7), 16, 9, True)).startswith(several)
+    every = str(Samples(tuple(range(16)), 16, 9, True))
+    assert every.startswith("All 16 samples fail together, every sample of the batch; none of them can be left out.")
 
 
 def test_when_the_replays_run_out_it_says_so() -> None:

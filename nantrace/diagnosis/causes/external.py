@@ -41,9 +41,7 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
         return _unobserved(event)
     facts = [held(lineage, event, _WHAT[category])]
     if event.samples and category == "batch":
-        word = "Sample" if len(event.samples) == 1 else "Samples"
-        named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if len(event.samples) > 8 else "")
-        facts.append(f"{word} {named} along dimension 0 {'is' if len(event.samples) == 1 else 'are'} concerned.")
+        facts.append(f"{_samples(event)} concerned.")
     if event.min is not None and event.max is not None:
         facts.append(f"Its finite elements are {between(event.min, event.max, size(event))}.")
     if category == "constant":
@@ -54,6 +52,14 @@ def external(lineage: Lineage, event: OpEvent) -> Explanation:
         facts += _first_reader(lineage, event)
     sparse = any("sparse" in (e.op or "") for e in _readers(lineage, event))
     return Explanation(_CAUSE[category], tuple(facts), _checks(event, sparse))
+
+
+def _samples(event: OpEvent) -> str:
+    single, count = len(event.samples) == 1, len(event.samples)
+    if not single and (count,) == event.shape[:1]:
+        return f"Every sample along dimension 0 (all {count:,}) is"
+    named = ", ".join(str(index) for index in event.samples[:8]) + (", ..." if count > 8 else "")
+    return f"{'Sample' if single else 'Samples'} {named} along dimension 0 {'is' if single else 'are'}"
 
 
 def _received(event: OpEvent) -> Explanation:
