@@ -297,6 +297,9 @@ class Tracer:
             observer.block_begins()
         if self._path is not None:
             self._file = own_path(self._path, self._meta.get("rank"))
+        kept = [observer.path for observer in self._observers if observer.path is not None]
+        if kept:
+            self._meta["capture"] = os.path.basename(kept[0]) if os.path.isabs(kept[0]) else kept[0]
         refuse_written_twice(self.files(), (file for tracer in running for file in tracer.files()))
         self._buffer = Buffer(self._stats == "full", self._stats != "range")
         state = StateRecorder(self._model, self._buffer)

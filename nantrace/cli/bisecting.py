@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,7 @@ def _next_command(verdict: Verdict, again: Again, output: str | None, more: _Mor
         return again.command("--max-replays", str(4 * most))
     if "script" in more.get("reproducer", ({}, ""))[0]:
         return shlex.join(["python", more["reproducer"][0]["script"]])
-    if output is not None:
+    if output is not None and os.path.exists(output):  # no replay, or no room, may have been left for it
         return shlex.join(["nantrace", "report", output])
     origin = verdict.origin
     if verdict.status in ("clean", "expected") or origin is None:

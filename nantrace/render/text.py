@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from nantrace.diagnosis.ranks import other_rank_command
@@ -186,8 +187,10 @@ def _what_next(page: _Page, trace: Trace | None, verdict: Verdict) -> None:
 def what_next(trace: Trace | None, verdict: Verdict) -> tuple[list[str], str | None]:
     """The next checks, and the command to type; a check that is that command is not said twice."""
     command = next_command(trace, verdict)
-    advice = [sentence for sentence in verdict.advice if command is None or f"`{command}`" not in sentence]
-    return advice + ([_HOW] if command == _BISECT else []), command
+    unnamed = command is not None and command.startswith(_BISECT) and "--reproducer" not in command
+    said = f"`{_BISECT if unnamed else command}`"
+    advice = [sentence for sentence in verdict.advice if command is None or said not in sentence]
+    return advice + ([_HOW] if unnamed else []), command
 
 
 def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
@@ -203,4 +206,6 @@ def next_command(trace: Trace | None, verdict: Verdict) -> str | None:
         return elsewhere
     if verdict.stage in ("input", "state") and origin.op is None:  # bad from the start: it needs no search
         return None
-    return _BISECT if origin.op is None else f"{_BISECT} --reproducer reproducer"
+    capture = trace.meta.get("capture")
+    bisect = _BISECT if capture is None else f"{_BISECT} --capture {shlex.quote(str(capture))}"
+    return bisect if origin.op is None else f"{bisect} --reproducer reproducer"

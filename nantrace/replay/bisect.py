@@ -20,6 +20,7 @@ from nantrace.diagnosis.blame import Frozen, blame
 from nantrace.diagnosis.causes.hyperparameters import checks_of_beta, fact_of_beta
 from nantrace.diagnosis.diagnose import diagnose
 from nantrace.diagnosis.verdict import Verdict
+from nantrace.errors import NantraceError
 from nantrace.flow.record import Recording
 from nantrace.lineage import Lineage
 from nantrace.replay.afford import in_words, is_affordable
@@ -65,6 +66,7 @@ def bisect(
         ReplayError: the step's state cannot be kept, for lack of memory or because it is not initialised.
         CaptureError: the capture cannot be read, or is that of another model.
         TraceExistsError: `path` is taken.
+        NantraceError: nothing can be written there.
         ValueError: an option is out of range.
     """
     if depth not in ("module", "op"):
@@ -115,8 +117,13 @@ def _bisect(replays: Replays, depth: str, anomaly: bool, path: str | os.PathLike
     if path is not None:
         extra += _file_written(replays, path, found.lineage, first)
     finished = _finished(replays, verdict, first, found.lineage, (*found.how, *extra))
-    if own is not None and os.path.exists(own):
+    if own is None or not os.path.exists(own):
+        return finished
+    try:
         keep_verdict(own, finished)
+    except (NantraceError, OSError) as error:
+        said = f"The verdict could not be stored in {os.fspath(path or own)} ({error})."
+        return dataclasses.replace(finished, evidence=(*finished.evidence, said))
     return finished
 
 
@@ -126,7 +133,10 @@ def _file_written(
     """Write the trace file in one more replay; what there is to say of it."""
     if not replays.left:
         return ("No trace was written: no replay was left.",)
-    traced(replays, "all modules, for the trace file", path=path, lineage=lineage)
+    try:
+        traced(replays, "all modules, for the trace file", path=path, lineage=lineage)
+    except (NantraceError, OSError) as error:
+        return (f"No trace was written: {error}",)
     what = difference(first, replays.latest)
     return (f"The rows of the trace file are of a replay that differed from the first: {what}.",) if what else ()
 

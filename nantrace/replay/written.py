@@ -6,6 +6,7 @@ import os
 from types import TracebackType
 from typing import Any
 
+from nantrace.capture.targets import refuse_unwritable
 from nantrace.capture.tracer import Tracer
 from nantrace.diagnosis.verdict import Verdict
 from nantrace.errors import TraceExistsError
@@ -20,9 +21,13 @@ def refuse_taken(path: str | os.PathLike[str] | None) -> None:
 
     Raises:
         TraceExistsError: the path is taken.
+        NantraceError: nothing can be written there.
     """
-    if path is not None and os.path.lexists(path):
+    if path is None:
+        return
+    if os.path.lexists(path):
         raise TraceExistsError(f"{os.fspath(path)} exists already: choose another path, or remove it first.")
+    refuse_unwritable(os.fspath(path))
 
 
 def keep_verdict(path: str | os.PathLike[str], verdict: Verdict) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nantrace
 from nantrace.diagnosis.verdict import Verdict
-from nantrace.errors import ReplayError, TraceExistsError
+from nantrace.errors import NantraceError, ReplayError, TraceExistsError
 from nantrace.replay import bisect as bisect_module
 from nantrace.replay.afford import Cost, in_words, is_affordable
 from nantrace.replay.bisect import bisect
@@ -445,3 +445,26 @@ def test_a_step_that_raises_elsewhere_blames_no_setting_of_its_optimizer() -> No
     assert verdict.region == ("the step",) and verdict.advice == ("Mend what raised, then bisect again.",)
     assert verdict.evidence[0].startswith("The step raised ZeroDivisionError: of the user's own at test_bisect.py:")
     assert verdict.evidence[0].endswith("in run.")
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_step_runs(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(NantraceError, match="cannot be created, there is no folder"):
+        nantrace.bisect(lambda model, x: pytest.fail("it ran"), model, torch.ones(1, 2), path=tmp_path / "no" / "x.h5")
+
+
+def test_a_trace_that_fails_while_it_is_written_costs_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise NantraceError("No space left on device")
+
+    model = nn.Linear(2, 1)
+    for name, said in (("traced", "No trace was written: No space"), ("keep_verdict", "could not be stored in")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"nantrace.replay.bisect.{name}", full)
+            verdict = nantrace.bisect(
+                lambda m, x: (m(x) * 0).log().sum(), model, torch.ones(1, 2), path=tmp_path / f"{name}.h5"
+            )
+        assert (verdict.status, verdict.cause) == ("fault", "log_of_zero")
+        assert any(said in sentence for sentence in verdict.evidence)

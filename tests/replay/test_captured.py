@@ -432,3 +432,14 @@ def test_a_captured_batch_that_the_step_did_not_read_is_said(tmp_path: Path) -> 
         for sentence in verdict.evidence
     )
     assert "another batch than the one handed over as batch=" in verdict.advice[0]
+
+
+def test_the_report_of_a_trace_names_the_capture_beside_it(tmp_path: Path, batch: dict[str, Tensor]) -> None:
+    model, optimizer = build()
+    given = {"optimizer": optimizer, "batch": batch, "capture": tmp_path / "my step.capture"}
+    with nantrace.trace(model, tmp_path / "step.h5", on_nonfinite="ignore", **given):
+        train(model, batch, optimizer)
+    trace = nantrace.load(tmp_path / "step.h5")
+    said = str(nantrace.report(trace)).splitlines()[-1]
+    assert said == "Next: nantrace bisect FILE.py:step --capture 'my step.capture'"
+    assert str(tmp_path).encode() not in (tmp_path / "step.h5").read_bytes()  # no absolute path goes into the file
