@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nantrace.diagnosis.difference.compare import Difference
     from nantrace.diagnosis.verdict import Verdict
     from nantrace.events import Trace
+    from nantrace.flow.live import LiveOps
     from nantrace.render.report import Report
     from nantrace.replay.step import Step
 
@@ -114,6 +115,7 @@ def trace(
         stats=stats,
     )
     optimizers = optimizers_in(optimizer)
+    live = _live_ops(model, batch, optimizers or None, ops)
     observers = []
     if capture is not None:
         from nantrace.replay.capturing import StepCapture
@@ -132,10 +134,10 @@ def trace(
         every=every,
         overwrite=overwrite,
         stats=stats,
-        judge=_judge(path),
+        judge=_judge(path, live),
         departures=departures,
         observers=observers,
-        ops=_live_ops(model, batch, optimizers or None, ops),
+        ops=live,
     )
 
 
@@ -301,7 +303,9 @@ def diff(
     return compare(a, b, rtol=rtol, atol=atol, progress=progress)
 
 
-def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str] | None) -> Any:
+def _live_ops(
+    model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | str | Sequence[str] | None
+) -> LiveOps | None:
     """The op recorder of a trace, or None."""
     if ops is False or ops is None:
         return None
@@ -311,11 +315,14 @@ def _live_ops(model: torch.nn.Module, batch: Any, optimizer: Any, ops: bool | st
     return LiveOps(model, batch, optimizer, None if ops is True else patterns_in("ops", ops))
 
 
-def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str | None, bool, bool]]:
+def _judge(
+    path: str | os.PathLike[str] | None, live: LiveOps | None
+) -> Callable[[Trace], tuple[str | None, bool, bool]]:
     """What a tracer asks of a step that holds nonfinite values.
 
     A step is judged by its own rows, with the ledger of those directly before it that were skipped or left out
-    over a nonfinite value: two in a row are a fault.
+    over a nonfinite value: two in a row are a fault. What is said of the first that is one names the op, where `live`
+    records ops; whether it is one, the rows say, since the flow is not settled before the block ends.
     """
     from nantrace.capture.surroundings import own_path
     from nantrace.diagnosis.diagnose import diagnose
@@ -324,6 +331,16 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
     from nantrace.render.sentence import sentence
 
     before: list[Mapping[str, Any]] = []
+    told: set[int] = set()
+
+    def by_ops(trace: Trace, verdict: Verdict) -> Verdict:
+        step = trace.steps[-1]["step"]
+        if live is None or (told and step not in told):
+            return verdict
+        told.add(step)
+        found = diagnose(dataclasses.replace(trace, lineage=live.lineage()))
+        here = found.status == "fault" and found.origin is not None and found.origin.step == step
+        return found if here else verdict
 
     def judge(trace: Trace) -> tuple[str | None, bool, bool]:
         now = trace.steps[-1]
@@ -331,13 +348,14 @@ def _judge(path: str | os.PathLike[str] | None) -> Callable[[Trace], tuple[str |
         if before and before[-1]["step"] != now["step"] - 1:
             before.clear()
         steps = (*before, *trace.steps)
-        verdict = diagnose(dataclasses.replace(trace, steps=steps))
+        whole = dataclasses.replace(trace, steps=steps)
+        verdict = diagnose(whole)
         stuck = now if is_stuck(now) else as_given_up(trace)
         before[:] = [] if stuck is None else [*before[-_TURNS:], stuck]
         if verdict.status != "fault":
             return None, False, verdict.status == "contained"
         file = None if path is None else own_path(path, trace.meta.get("rank"))
-        return sentence(verdict, file, since=next(iter(standstill(steps)), None)), True, False
+        return sentence(by_ops(whole, verdict), file, since=next(iter(standstill(steps)), None)), True, False
 
     return judge
 

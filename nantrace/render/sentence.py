@@ -32,10 +32,11 @@ def sentence(verdict: Verdict, path: str | None = None, since: int | None = None
 def _tensor(verdict: Verdict) -> str:
     origin = verdict.origin or Origin()
     stats = origin.output
-    name = origin.tensor or "value"
+    name = origin.tensor or origin.op or "value"
     if origin.module and origin.module not in name:
         name = f"{origin.module} {name}"
     shape = f" {list(stats.shape)}" if stats is not None else ""
     counts = [(stats.nan, "nan"), (stats.posinf, "inf"), (stats.neginf, "-inf")] if stats is not None else []
     held = "".join(f", {count:,} {what}" for count, what in counts if count)
-    return f"{phase_word(origin, verdict.stage)}, {shorten(name, 80)}, {origin.dtype}{shape}{held}"
+    line = f", at {shorten(origin.where, 80)}" if origin.op and origin.where else ""
+    return f"{phase_word(origin, verdict.stage)}, {shorten(name, 80)}, {origin.dtype}{shape}{held}{line}"

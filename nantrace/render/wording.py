@@ -94,8 +94,13 @@ def place_words(origin: Origin, stage: str | None = None) -> list[str]:
 
 
 def phase_word(origin: Origin, stage: str | None) -> str:
-    """When: its phase, but for an op that prepared data, which runs outside the modules as the code of a loss does."""
-    return "before the model" if stage == "input" and origin.op else origin.phase or "unknown phase"
+    """When: its phase, but for an op that prepared data, which runs outside the modules as the code of a loss does.
+
+    What no op of the step made, was there before it.
+    """
+    if stage == "input" and origin.op:
+        return "before the model"
+    return origin.phase or ("unknown phase" if origin.op else "before the step")
 
 
 def place_of(origin: Origin) -> str:
