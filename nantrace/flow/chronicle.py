@@ -186,6 +186,7 @@ class Chronicle:
         unseen = self.memory.who_wrote(plane)
         if unseen is None and external is None and self.filling is not None and self.filling.collective:
             unseen = self.filling
+        whole, all_found = self._whole(plane, found, external)
         event = OpEvent(
             id=len(self._lineage.events) + 1,
             time=self._recorder.time,
@@ -201,11 +202,24 @@ class Chronicle:
             category=_category(unseen, external),
             tensor=external.name if external and not unseen else None,
             datalike=is_datalike(plane, found),
-            **output_fields(*_whole(plane, found, external), self._externals.rows, described=True),
+            **output_fields(whole, all_found, self._externals.rows, described=True),
         )
         self._lineage.events.append(event)
         self.between.arrived(event)
+        if whole is not plane:
+            self.memory.writers.adopt(whole, all_found.bad, event.id)
         return event.id
+
+    def _whole(self, plane: Tensor, found: Masks, external: External | None) -> tuple[Tensor, Masks]:
+        """The named tensor, whose index is asked for, in place of a part of it that was read.
+
+        Unless some of its bad elements were written in the step: then the part alone was there before.
+        """
+        if external is None:
+            return plane, found
+        whole = masks(external.tensor)
+        before = whole.count == found.count or self.memory.writers.of(external.tensor, whole.bad) == {0}
+        return (external.tensor, whole) if before and whole.count >= found.count else (plane, found)
 
     def _those(self, unseen: Unseen | None, kind: Literal["nan", "inf"]) -> tuple[int, ...]:
         """Of the events that were given to an unseen writer, those with NaN, or with infinities."""
@@ -217,14 +231,6 @@ def _category(unseen: Unseen | None, external: External | None) -> Category:
     if unseen is not None:
         return "received" if unseen.collective else "unobserved"
     return external.category if external is not None else "constant"
-
-
-def _whole(plane: Tensor, found: Masks, external: External | None) -> tuple[Tensor, Masks]:
-    """The named tensor, whose index is asked for, in place of a view of it that holds all its bad elements."""
-    if external is None:
-        return plane, found
-    all_found = masks(external.tensor)
-    return (external.tensor, all_found) if all_found.count == found.count else (plane, found)
 
 
 def _offset_of_first(plane: Tensor, found: Masks) -> int:

@@ -305,3 +305,12 @@ def test_columns_of_one_table_keep_their_own_names(bad: tuple[int, int], name: s
     batch = {"x": table[:, :2], "y": table[:, 2:]}
     events = recorded(lambda: (batch["x"] * 1.0, batch["y"] * 1.0), None, batch).events
     assert [event.tensor for event in events if event.kind == "external"] == [name]
+
+
+def test_a_buffer_is_counted_whole_although_a_part_of_it_was_read() -> None:
+    model = nn.Identity()
+    table = torch.arange(24.0).reshape(6, 4)
+    table[:, 1] = torch.nan
+    model.register_buffer("pe", table)
+    event = only(recorded(lambda: model.pe[:5] + 1, model), None)  # type: ignore[operator]
+    assert (event.tensor, event.shape, event.nan, event.first_bad) == ("pe", (6, 4), 6, 1)
