@@ -368,7 +368,9 @@ class _Case:
         )
         if not held:  # a mark that escaped, which has been said
             return []
-        return [f"{said}; nonfinite in all: {', '.join(loss + counts)}.{sound}" if loss or counts else f"{said}."]
+        steps = {hit.sink.iteration - 1 for hit in self.damage.faults}
+        over = f" over {self.lineage.round}s {min(steps)} to {max(steps)}" if len(steps) > 1 else ""
+        return [f"{said}; nonfinite in all{over}: {', '.join(loss + counts)}.{sound}" if loss or counts else f"{said}."]
 
 
 def _stage_of_external(event: OpEvent) -> Stage | None:

@@ -503,3 +503,12 @@ def test_rows_of_a_parameter_are_not_samples_of_the_batch() -> None:
     flow.sink("loss", nan=(flow.given("batch", "batch.x", nan=1, samples=(1,)),))
     batch = judged(flow).origin
     assert batch is not None and batch.samples == (1,)
+
+
+def test_what_was_reached_is_counted_over_the_iterations_that_are_named() -> None:
+    flow = Flow()
+    born = flow.op("aten.sqrt", "nan", nan=1, iteration=3)
+    flow.sink("loss", nan=(born,), iteration=3)
+    flow.sink("param", "a", nan=(born,), iteration=4)
+    reached = [each for each in judged(flow).evidence if "nonfinite in all" in each]
+    assert len(reached) == 1 and "nonfinite in all over iterations 2 to 3: the loss, 1 parameter" in reached[0]
