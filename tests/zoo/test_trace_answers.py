@@ -23,7 +23,6 @@ _LEFT_OPEN = {
     "categorical_without_an_action",
     "custom_backward_in_half",
     "custom_backward_takes_exp",
-    "divergence_by_hand",
     "feature_does_not_fit_float",
     "func_grad_of_a_length",
     "func_gradient_is_written_by_hand",
@@ -34,7 +33,6 @@ _LEFT_OPEN = {
     "low_rank_update_is_merged",
     "masked_row_is_made_zero",
     "master_weights_leave_the_range",
-    "mean_of_nothing",
     "mixing_weight_is_nan",
     "numpy_makes_a_feature",
     "one_member_of_an_ensemble",
@@ -51,7 +49,6 @@ _LEFT_OPEN = {
     "teacher_is_nan",
     "thread_prepares_the_data",
     "two_impossible_paths_erased_by_their_mask",
-    "volume_of_a_reflection",
 }
 _WRONG = {
     # A NaN of forward, replaced before anybody saw it: only its gradient shows.

@@ -63,19 +63,17 @@ def model_unseen(seen: Seen, step: int) -> bool:
 
 
 def beside_outputs(seen: Seen, loss: int) -> bool:
-    """Whether a loss looks like the sum of a sound term, made of the model's output, and a nonfinite one beside it.
+    """Whether a loss has a nonfinite term that did not come through the model's output.
 
-    Such as an auxiliary loss, which a module may have computed in its forward and kept as an attribute. Its gradient is
-    finite at every output of the model, and is either not 0, though the loss is NaN, or nonfinite elsewhere inside. A
-    sum that overflows, or a mean of nothing, looks otherwise.
+    Such as an auxiliary loss, which a module may have computed in its forward and kept as an attribute: the gradient is
+    finite at every output of the model, and nonfinite elsewhere inside.
     """
     step = int(seen.step[loss])
     arrived = [r for call in seen.outermost(step) if not call.foreign for r in call.grad_outputs if r > loss]
     if not arrived or any(seen.bad[r] for r in arrived) or takes_labels(seen, loss):
         return False
-    sound = bool(seen.nan[loss]) and any(seen.absmax(r) for r in arrived)
     inside = seen.rows(step, Role.GRAD, Role.GRAD_OUTPUT, phases=[Phase.BACKWARD])
-    return sound or bool(seen.bad[inside[inside > loss]].any())
+    return bool(seen.bad[inside[inside > loss]].any())
 
 
 def transformed(seen: Seen, step: int) -> bool:
