@@ -153,8 +153,8 @@ def _loss_reason(seen: Seen, row: int, above: Sequence[int]) -> str:
         return (
             f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}. Its "
             "gradient is finite at the model's output and nonfinite inside the model: a term of it came another way, "
-            "made by code outside the modules, or by a module in its forward that keeps it as an attribute (an auxiliary "
-            "loss)."
+            "made by code outside the modules, or by a module in its forward that keeps it as an attribute (an "
+            "auxiliary loss)."
         )
     if not suspects.model_unseen(seen, int(seen.step[row])):
         return f"The loss is nonfinite{_though(above, 'everything that the modules returned to it was finite')}."
