@@ -13,11 +13,9 @@ Tensors have 64 elements. Each repetition times all cases in turn, so that a rat
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
+from rows import report, row
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -128,16 +127,11 @@ def measured(device: str, repetitions: int) -> list[dict[str, Any]]:
             if repetition >= 2:  # the first ones compile, and are watched
                 micros[name].append(seconds / tensors * 1e6)
     ordinary = micros["JITFunction.run"]
-    found = [_row(name, "us a tensor", values) for name, values in micros.items()]
+    found = [row(name, "us a tensor", values) for name, values in micros.items()]
     for name in ("FusedTable.add", "launch"):
         ratios = [ours / theirs for ours, theirs in zip(micros[name], ordinary, strict=True)]
-        found.append(_row(f"{name} to JITFunction.run", "ratio", ratios))
+        found.append(row(f"{name} to JITFunction.run", "ratio", ratios))
     return found
-
-
-def _row(name: str, unit: str, values: list[float]) -> dict[str, Any]:
-    p20, _, _, p80 = statistics.quantiles(values, n=5)
-    return {"name": name, "unit": unit, "p20": p20, "p50": statistics.median(values), "p80": p80, "n": len(values)}
 
 
 def main() -> None:
@@ -157,13 +151,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     rows = [{**each, **where} for each in measured(options.device, options.repetitions)]
-    for each in rows:
-        print("{name:40} {p20:9.3f} {p50:9.3f} {p80:9.3f} {unit}".format(**each))
-    out = options.out or Path(__file__).parent / "results" / f"launch-{options.device}.csv"
-    with open(out, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    report(rows, options.out or Path(__file__).parent / "results" / f"launch-{options.device}.csv")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import language_model, pair, row, surroundings
+from overhead import language_model, pair, surroundings
 from peers import Step
+from rows import report, row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nantrace.flow.recorder import OpRecorder
@@ -113,12 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = [*op_rows(arguments.pairs), *step_rows(arguments.pairs)]
     rows = [{**each, **surroundings("cpu")} for each in measured]
-    for each in rows:
-        print("{name:44} {p20:9.3f} {p50:9.3f} {p80:9.3f} {unit}".format(**each))
-    with open(arguments.out, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    report(rows, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import datetime
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from peers import Mode, Step, peer_modes
+from rows import report, row
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import nantrace
@@ -247,11 +247,6 @@ def extremes_by_hand(model: torch.nn.Module) -> Iterator[list[tuple[float, float
             handle.remove()
 
 
-def row(name: str, unit: str, values: list[float]) -> dict[str, Any]:
-    p20, _, _, p80 = statistics.quantiles(values, n=5)
-    return {"name": name, "unit": unit, "p20": p20, "p50": statistics.median(values), "p80": p80, "n": len(values)}
-
-
 def surroundings(device: str) -> dict[str, Any]:
     host = f"{platform.machine()}, {torch.get_num_threads()} threads"
     where = torch.cuda.get_device_name() if device == "cuda" else host
@@ -281,13 +276,7 @@ def main() -> None:
             *step_rows(arguments.device, arguments.pairs, arguments.only),
         )
     ]
-    for measured in rows:
-        print("{name:44} {p20:9.3f} {p50:9.3f} {p80:9.3f} {unit}".format(**measured))
-    out = arguments.out or Path(__file__).parent / "results" / f"overhead-{arguments.device}.csv"
-    with open(out, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    report(rows, arguments.out or Path(__file__).parent / "results" / f"overhead-{arguments.device}.csv")
 
 
 if __name__ == "__main__":
