@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nantrace.flow.marked import all_of, count, none_of
+from nantrace.stats.formats import REAL_FORMATS
 from nantrace.stats.host import extent_output, row
 from nantrace.stats.layout import array_of
 
@@ -28,7 +29,6 @@ INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 #: Their values are counted as not read.
 QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _PLAIN = (Tensor, torch.nn.Parameter)
-_PLAIN_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 #: Of dtypes whose bits read as signed integers: these, and the bits of the two infinities. NaNs lie beyond either.
 _BITS = {
@@ -130,7 +130,7 @@ def readable(plane: Tensor) -> Tensor:
     """The same values in a form that every statistic takes: real, at least 2 bytes wide, each stored value once."""
     if plane.requires_grad and torch.is_grad_enabled():
         plane = plane.detach()
-    if plane.dtype in _PLAIN_FLOATS and plane.is_contiguous():
+    if plane.dtype in REAL_FORMATS and plane.is_contiguous():
         return plane
     if plane.is_complex():
         plane = torch.view_as_real(plane.resolve_conj())

@@ -72,6 +72,8 @@ FLOAT_FORMATS: dict[torch.dtype, FloatFormat] = {
     torch.complex64: _SINGLE,
     torch.complex128: _DOUBLE,
 }
+#: Those of real numbers, of which PyTorch itself finds the extremes.
+REAL_FORMATS = tuple(dtype for dtype in FLOAT_FORMATS if not dtype.is_complex)
 
 
 @dataclass(frozen=True)

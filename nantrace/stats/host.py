@@ -20,7 +20,7 @@ import torch
 from nantrace.events import TensorStats
 from nantrace.stats.byte_rows import byte_extremes, byte_row
 from nantrace.stats.exact import EMPTY_RANGE, FULL, NAN, RANGE, Row, float_row, integer_row
-from nantrace.stats.formats import FLOAT_FORMATS, byte_format, is_byte_float
+from nantrace.stats.formats import FLOAT_FORMATS, REAL_FORMATS, byte_format, is_byte_float
 from nantrace.stats.special import jagged_row, nested_row, sparse_row
 from nantrace.stats.unwrap import PLAIN, UnreadableError, check_readable, quiet, resolved, unwrapped
 
@@ -34,9 +34,8 @@ _INF = math.inf
 
 # Per dtype, pairs of one-element outputs with a view that numpy reads them through, which costs half of two `item()`.
 # A caller takes one out and puts it back: pop and append are atomic, so threads and re-entrant calls never share one.
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_outputs: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in _FLOATS + _INTEGERS}
+_outputs: dict[torch.dtype, list[Any]] = {dtype: [] for dtype in REAL_FORMATS + _INTEGERS}
 
 _SMALL = 4096  # elements: reading fewer out of order costs less than ordering them
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from nantrace.stats.formats import REAL_FORMATS
 from nantrace.stats.unwrap import PLAIN
 
 _SMALL = 1024  # elements: copying more costs what the calls do
 _FEW = 4  # tensors: fewer are read as fast one by one
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INF = math.inf
 
 Extremes = tuple[int, float, float]
@@ -54,7 +54,7 @@ def _companies(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def _is_small(tensor: torch.Tensor) -> bool:
     """Whether a tensor is small and holds plain numbers. What was freed, and a lazy zero, has no address."""
     try:
-        plain = type(tensor) in PLAIN and tensor.dtype in _DTYPES and tensor.is_cpu and not tensor.is_nested
+        plain = type(tensor) in PLAIN and tensor.dtype in REAL_FORMATS and tensor.is_cpu and not tensor.is_nested
         return plain and tensor.layout is torch.strided and 0 < tensor.numel() <= _SMALL and tensor.data_ptr() != 0
     except RuntimeError:  # a wrapper that looks plain has no address to ask for
         return False
