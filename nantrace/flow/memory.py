@@ -223,7 +223,8 @@ class Memory:
         """Its planes that hold nonfinite elements which nobody was seen writing."""
         found = []
         for plane in planes(tensor):
-            if not self.scanner.is_finite(plane) and 0 in self.writers.of(plane, masks(plane).bad):
+            nonfinite = self.scanner.nonfinite(plane)
+            if nonfinite is not None and 0 in self.writers.of(plane, nonfinite.bad):
                 found.append(plane)
         return tuple(found)
 
