@@ -34,12 +34,12 @@ _FEWEST, _WINDOW = 8, 128  # finite losses before a step that make a distributio
 _BEYOND = 3.0  # spreads above the upper decile
 _SHARE = 0.1  # of the median: no spread is taken for less, or a flat curve would spike at every step
 #: What is left open of nonfinite values, beside a verdict that may know it.
-_DAMAGE: dict[Status, str] = {
+_DAMAGE: dict[Status | None, str] = {
     "fault": "The verdict says where it began and what it reached.",
     "contained": "No harm by it was seen; the verdict says what is known of that.",
     "expected": "No harm by it was seen.",
-    "inconclusive": "It does not prove damage: a mask may have put it there, or a skipped update thrown it away.",
 }
+_OPEN = "It does not prove damage: a mask may have put it there, or a skipped update thrown it away."
 
 
 def symptoms(trace: Trace, status: Status | None = None) -> tuple[Observation, ...]:
@@ -71,7 +71,7 @@ def _raised(trace: Trace) -> Iterator[Observation]:
         return
     broken_off = () if raised.step is None else (raised.step,)
     rows = by_number(trace.steps, broken_off).values()
-    bad = not _bad_steps(trace).isdisjoint(broken_off) or any(map(shows_nonfinite, rows))
+    bad = not set().union(*_bad_steps(trace)).isdisjoint(broken_off) or any(map(shows_nonfinite, rows))
     yield Observation(
         "raised",
         broken_off,
@@ -84,9 +84,9 @@ def _raised(trace: Trace) -> Iterator[Observation]:
 
 def _nonfinite(trace: Trace, status: Status | None) -> Iterator[Observation]:
     rows = [row for row in likely(trace.steps, had_nonfinite_numbers) if "step" in row and shows_nonfinite(row)]
-    kept = {int(row["step"]) for row in rows}
-    outside = _bad_steps(trace, inside_ops=False) | kept
-    inside = sorted(_bad_steps(trace) - outside)
+    outside, of_ops = _bad_steps(trace)
+    outside |= {int(row["step"]) for row in rows}
+    inside = sorted(of_ops - outside)
     bad = sorted(outside) or inside
     if not bad:
         return
@@ -98,7 +98,7 @@ def _nonfinite(trace: Trace, status: Status | None) -> Iterator[Observation]:
         f"A nonfinite value was seen in {numbered(bad)}.",
         (*evidence, *_inside_alone(inside, bool(outside))),
         "It proves that a NaN or an infinity existed.",
-        _DAMAGE.get(status or "inconclusive", _DAMAGE["inconclusive"]),
+        _DAMAGE.get(status, _OPEN),
     )
 
 
@@ -186,10 +186,10 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return low + (place - below) * (high - low)
 
 
-def _bad_steps(trace: Trace, inside_ops: bool = True) -> set[int]:
-    """Steps with a nonfinite row; without those that have it in a row of an op alone, unless `inside_ops`."""
+def _bad_steps(trace: Trace) -> tuple[set[int], set[int]]:
+    """Steps with a nonfinite row that is not an op's, and those with one that is."""
     bad = nonfinite_rows(trace.events)
-    if not inside_ops:
-        ops = [number for number, site in enumerate(trace.sites) if site.role is Role.OP]
-        bad = bad & ~np.isin(trace.events["site"], ops)
-    return {int(step) for step in distinct(trace.events["step"][bad])}
+    ops = [number for number, site in enumerate(trace.sites) if site.role is Role.OP]
+    of_op = np.isin(trace.events["site"], ops)
+    outside, inside = (set(map(int, distinct(trace.events["step"][bad & rows]))) for rows in (~of_op, of_op))
+    return outside, inside
