@@ -55,9 +55,8 @@ class Captured:
         fault = self.kept["manifest"].get("fault") or "it was at fault"
         if verdict.status == "contained":
             stuck = STANDS_STILL in fault
-            of_run = (
-                f"{self.holds(stuck)}; of the run that it is from was said: {fault.partition(' See: ')[0].rstrip('.')}."
-            )
+            said = fault.partition(" See: ")[0].rstrip(".")
+            of_run = f"{self._holds(stuck)}; of the run that it is from was said: {said}."
             evidence = (evidence[0], of_run, *evidence[1:]) if stuck and evidence else (*evidence, of_run)
             verdict = dataclasses.replace(verdict, status="fault" if stuck else "contained")
         replays = verdict.replays + len(self.tried)
@@ -70,7 +69,7 @@ class Captured:
             verdict, status="not_reproduced", evidence=evidence, advice=self.way_on(), replays=replays
         )
 
-    def holds(self, stuck: bool) -> str:
+    def _holds(self, stuck: bool) -> str:
         """Which step was kept, and what one of them cannot show."""
         step = self.kept["manifest"].get("step")
         alone = "One step alone cannot show whether training stands still"
@@ -94,9 +93,9 @@ class Captured:
     def read_elsewhere(self) -> tuple[str, ...]:
         """That the model was seen reading something else than the batch that was kept."""
         read = self.kept["manifest"].get("read")
-        return (f"The captured batch is not what the step read: {read}; the capture holds no such values.",) * bool(
-            read
-        )
+        if not read:
+            return ()
+        return (f"The captured batch is not what the step read: {read}; the capture holds no such values.",)
 
     def way_on(self) -> tuple[str, ...]:
         """What to capture better where a replay did not fail again."""
